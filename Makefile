@@ -1,0 +1,186 @@
+# roofline. `make demo` and `make test` do all the set-up; `make help` lists the rest.
+
+VERSION := 0.1.0
+CC      := $(if $(filter default,$(origin CC)),gcc,$(CC))
+CXX     := $(if $(filter default,$(origin CXX)),g++,$(CXX))
+ARCH    ?= native
+# Where objects and tests go; `make sanitize` uses another place with other flags.
+B       ?= build
+RUN     ?= run
+PYTHON  := .venv/bin/python
+
+# FMA must be allowed by name with -std=c11. Never finite-math: a NaN has to stay one.
+# gcc tuned for Zen splits some FMAs into two instructions, by the shape of a loop: then an output's
+# last bit depends on the tile that computed it, and so on the number of threads. The parameter forbids it.
+CLANG    := $(findstring clang,$(shell $(CC) --version 2>/dev/null))
+CONTRACT := -ffp-contract=fast $(if $(CLANG),,--param=avoid-fma-max-bits=0)
+FAST     := -O3 -march=$(ARCH) $(CONTRACT) -fno-math-errno
+WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Werror
+HARDEN   := -fstack-protector-strong -fPIE
+CFLAGS   ?= $(FAST)
+FLAGS    := $(CFLAGS) $(WARNINGS) $(HARDEN) $(EXTRA) -I. -MMD -MP -g
+LIBS     := -lsentencepiece -lpcre2-8 -lutf8proc -lxxhash -lm
+
+# ---- what this machine has ----
+try_c     = $(shell printf '$(1)\n' | $(CC) $(2) -x c -fsyntax-only - 2>/dev/null && echo yes)
+HASH     := \#
+OPENMP   := $(if $(shell printf 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo yes),-fopenmp)
+NVCC     := $(shell command -v nvcc 2>/dev/null)
+MISSING  := $(if $(call try_c,$(HASH)include <xxhash.h>),,libxxhash-dev) \
+            $(if $(call try_c,$(HASH)include <utf8proc.h>),,libutf8proc-dev) \
+            $(if $(call try_c,$(HASH)include <pcre2.h>,-DPCRE2_CODE_UNIT_WIDTH=8),,libpcre2-dev) \
+            $(if $(shell printf '$(HASH)include <sentencepiece_processor.h>\n' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null && echo yes),,libsentencepiece-dev)
+MISSING  := $(strip $(MISSING))
+
+ifeq ($(MAKELEVEL)$(filter help clean deps demo test lint,$(MAKECMDGOALS)),0)
+$(info compiler   $(CC) $(shell $(CC) -dumpfullversion -dumpversion 2>/dev/null || echo "NOT FOUND: make deps"), -march=$(ARCH))
+$(info OpenMP     $(if $(OPENMP),yes,NOT FOUND: the CPU backend will use one thread))
+$(info CUDA       $(if $(NVCC),$(NVCC); this version has no CUDA kernels yet: it runs on the CPU,no nvcc: CPU only))
+$(info libraries  $(if $(MISSING),MISSING $(MISSING): make deps,all found))
+endif
+
+# ---- the program ----
+SOURCES  := $(wildcard model/*.c kernels/*.c tokenizer/*.c cli/*.c)
+OBJECTS  := $(SOURCES:%.c=$(B)/%.o) $(patsubst %.cc,$(B)/%.o,$(wildcard tokenizer/*.cc))
+
+.DEFAULT_GOAL := run
+.PHONY: deps demo test bench lint sanitize fuzz clean help FORCE
+.DELETE_ON_ERROR:
+
+$(RUN): $(B)/run.o $(OBJECTS)
+	@echo '$(CXX) -o $@'
+	@$(CXX) $(OPENMP) $(EXTRA) -pie -o $@ $^ $(LIBS)
+
+$(B)/%.o: %.c $(B)/flags
+	@mkdir -p $(@D)
+	@echo '$(CC) $<'
+	@$(CC) -std=c11 $(OPENMP) $(FLAGS) $(DEFINES) -c $< -o $@
+
+$(B)/%.o: %.cc $(B)/flags
+	@mkdir -p $(@D)
+	@echo '$(CXX) $<'
+	@$(CXX) -std=c++17 $(FLAGS) -c $< -o $@
+
+$(B)/cli/options.o: DEFINES := -DVERSION='"$(VERSION)"'
+$(B)/cli/bench.o: DEFINES = -DCOMMIT='"$(shell cat $(B)/commit)"'
+$(B)/cli/bench.o: $(B)/commit
+
+# Files that change when what they record changes: other flags or another commit rebuild.
+$(B)/flags: FORCE
+	@mkdir -p $(B)
+	@echo '$(CC) $(CXX) $(OPENMP) $(FLAGS) $(VERSION)' | cmp -s - $@ || echo '$(CC) $(CXX) $(OPENMP) $(FLAGS) $(VERSION)' > $@
+$(B)/commit: FORCE
+	@mkdir -p $(B)
+	@id=$$(git describe --always --dirty 2>/dev/null || echo unknown); echo $$id | cmp -s - $@ || echo $$id > $@
+
+# ---- set-up ----
+PACKAGES      := gcc g++ libsentencepiece-dev libpcre2-dev libutf8proc-dev libxxhash-dev libcmocka-dev python3-venv
+LINT_PACKAGES := clang clang-format clang-tidy cppcheck libomp-dev libclang-rt-dev
+SUDO          := $(if $(filter 0,$(shell id -u)),,sudo)
+
+# $(call install,packages): through apt what dpkg does not know as installed.
+define install
+@missing=$$(for p in $(1); do dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q ' installed' || echo $$p; done); \
+if [ -n "$$missing" ]; then \
+    echo "installing $$(echo $$missing)"; \
+    command -v apt-get >/dev/null || { echo "no apt-get here: install $$(echo $$missing) by hand"; exit 1; }; \
+    $(SUDO) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -qq -y --no-install-recommends $$missing >/dev/null || \
+        { echo "apt-get failed: install $$(echo $$missing) by hand"; exit 1; }; \
+fi
+endef
+
+deps:
+	$(call install,$(PACKAGES))
+	@$(MAKE) --no-print-directory .venv/ready
+
+.venv/ready: export/requirements.txt
+	python3 -m venv .venv
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r export/requirements.txt
+	@touch $@
+
+# ---- the demo ----
+GGUF  := weights/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL := weights/SmolLM2-135M-Instruct.bin
+
+$(GGUF): export/demo.txt | .venv/ready
+	$(PYTHON) -m export.fetch_demo weights
+$(MODEL): $(GGUF) | .venv/ready
+	$(PYTHON) -m export $< -o $@ --name SmolLM2-135M-Instruct
+weights/SmolLM2-135M-Instruct-f32.bin: $(GGUF) | .venv/ready
+	$(PYTHON) -m export $< -o $@ --name SmolLM2-135M-Instruct --dtype f32
+
+demo: deps
+	@$(MAKE) --no-print-directory run $(MODEL)
+	@echo; echo 'You: Why is the sky blue? Answer in two sentences.'; echo
+	@printf '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n<|im_start|>assistant\n' \
+	    | ./run $(MODEL) --special -p - -n 120 -s 1; echo
+
+# ---- tests ----
+C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(wildcard tests/test_*.c))
+PROGRAMS := $(B)/tests/tokenize $(B)/tests/bench_kernels
+
+$(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
+	@echo '$(CXX) -o $@'
+	@$(CXX) $(OPENMP) $(EXTRA) -pie -o $@ $^ $(LIBS) $(if $(findstring /test_,$@),-lcmocka)
+
+test: deps
+	@$(MAKE) --no-print-directory run-tests
+
+.PHONY: run-tests
+run-tests: $(RUN) $(C_TESTS) $(PROGRAMS) $(MODEL) weights/SmolLM2-135M-Instruct-f32.bin
+	@for t in $(C_TESTS); do $$t || exit 1; done
+	ROOFLINE_RUN=$(abspath $(RUN)) ROOFLINE_BUILD=$(abspath $(B)) $(PYTHON) -m pytest -q tests $(PYTEST)
+
+sanitize: deps
+	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	$(MAKE) --no-print-directory run-tests B=build/sanitize RUN=build/sanitize/run \
+	    CFLAGS='-O1 -march=$(ARCH) $(CONTRACT)' EXTRA='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+
+# ---- measuring ----
+bench: deps
+	@$(MAKE) --no-print-directory run $(MODEL) weights/SmolLM2-135M-Instruct-f32.bin
+	./run $(MODEL) --bench
+	./run weights/SmolLM2-135M-Instruct-f32.bin --bench
+
+# ---- reading ----
+C_FILES  := $(SOURCES) run.c $(wildcard tests/*.c)
+FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h tokenizer/*.h cli/*.h tests/*.h)
+CHECKS   := -std=c11 -I. -DVERSION='""' -DCOMMIT='""' -march=$(ARCH)
+
+lint: deps
+	$(call install,$(LINT_PACKAGES))
+	clang-format --dry-run --Werror $(FORMATTED)
+	cppcheck --quiet --enable=warning,performance,portability --inline-suppr --error-exitcode=1 --std=c11 -I. \
+	    -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem $(SOURCES) run.c
+	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS) -fopenmp
+	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run
+	.venv/bin/ruff check export tests
+	.venv/bin/ruff format --check export tests
+
+FUZZERS := $(patsubst tests/%.c,build/fuzz/%,$(wildcard tests/fuzz_*.c))
+SECONDS ?= 30
+fuzz: deps
+	$(call install,$(LINT_PACKAGES))
+	@$(MAKE) --no-print-directory run-fuzzers CC=clang CXX=clang++ B=build/fuzz CFLAGS='-O1 -march=$(ARCH) -ffp-contract=fast' \
+	    EXTRA='-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all'
+.PHONY: run-fuzzers
+run-fuzzers: $(FUZZERS)
+	@for f in $(FUZZERS); do mkdir -p $$f.corpus; $$f -max_total_time=$(SECONDS) -timeout=10 -max_len=65536 -print_final_stats=1 $$f.corpus || exit 1; done
+$(FUZZERS): build/fuzz/%: $(B)/tests/%.o $(OBJECTS)
+	$(CXX) $(OPENMP) -fsanitize=fuzzer,address,undefined -pie -o $@ $^ $(LIBS)
+
+clean:
+	rm -rf build run
+
+help:
+	@echo 'make            builds ./run (ARCH=haswell etc. for another machine; the default is this one)'
+	@echo 'make demo       installs what is missing, builds, fetches and exports SmolLM2-135M-Instruct, asks it'
+	@echo 'make test       installs what is missing, builds, runs every test'
+	@echo 'make deps       installs what is missing: Debian packages, and Python packages into .venv'
+	@echo 'make bench      tokens per second of the demo model, bf16 and f32'
+	@echo 'make lint       clang-format, clang-tidy, cppcheck, clang, ruff'
+	@echo 'make sanitize   every test under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make fuzz       the fuzzers, SECONDS=30 each'
+	@echo 'make clean      removes what was built (not .venv, not weights)'
+
+-include $(shell find $(B) -name '*.d' 2>/dev/null)

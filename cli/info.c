@@ -1,0 +1,81 @@
+#include "cli/info.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+/* Text from a file, without what could steer a terminal. */
+static void print_text(const char *text, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        unsigned char c = (unsigned char)text[i];
+        putchar(c < 0x20 || c == 0x7f ? '?' : c);
+    }
+}
+
+static void print_id(const char *label, int32_t id, const struct tokenizer *tokenizer) {
+    printf("  %-18s ", label);
+    if (id == NO_ID) {
+        puts("none");
+        return;
+    }
+    printf("%" PRId32, id);
+    if (tokenizer) {
+        size_t bytes = 0;
+        const char *name = tokenizer_name(tokenizer, id, &bytes);
+        putchar(' ');
+        print_text(name, bytes);
+    }
+    putchar('\n');
+}
+
+static void print_config(const struct config *c) {
+    printf("name                 ");
+    for (const char *at = c->name; *at; at++) print_text(at, 1);
+    printf("\nparameters           %.2f M\n", (double)config_parameters(c) * 1e-6);
+    printf("layers               %d\nwidth                %d\n", c->layers, c->width);
+    printf("heads                %d of %d, %d for keys and values\n", c->heads, c->head_dim,
+           c->kv_heads);
+    printf("feed-forward         %d, gated, SiLU\n", c->ffn);
+    printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
+           c->tied ? "tied to the embedding" : "of its own");
+    printf("context              %d\nnorm                 RMS, epsilon %g\n", c->context,
+           (double)c->norm_eps);
+    printf("attention scale      %g\n", (double)c->attention_scale);
+    printf("matrices             %s\n", dtype_name(c->weight_dtype));
+}
+
+static void print_tokens(const struct config *c, const struct tokenizer *tokenizer) {
+    char text[160] = "none: the model takes ids only";
+    if (tokenizer) tokenizer_describe(tokenizer, text, sizeof text);
+    printf("tokenizer            %s\n", text);
+    print_id("bos", c->bos, tokenizer);
+    printf("  %-18s %s\n", "bos added", c->add_bos ? "yes" : "no");
+    for (int i = 0; i < c->stop_count; i++) print_id("stop", c->stops[i], tokenizer);
+    printf("chat shape           %s\n", chat_shape_name(c->chat_shape));
+}
+
+static void print_tensors(const struct model_file *file) {
+    printf("tensors              %" PRIu64 "\n", file->tensor_count);
+    for (uint64_t i = 0; i < file->tensor_count; i++) {
+        const struct tensor *t = &file->tensors[i];
+        printf("  %-28s %-5s [%" PRIu64, t->name, dtype_name(t->dtype), t->shape[0]);
+        if (t->dims > 1) printf(", %" PRIu64, t->shape[1]);
+        puts("]");
+    }
+}
+
+void info_print(const struct model_file *file, const struct tokenizer *tokenizer,
+                struct limits limits) {
+    const struct config *c = &file->config;
+    print_config(c);
+    print_tokens(c, tokenizer);
+    print_tensors(file);
+    puts("memory by context");
+    for (int context = 512; context < 2 * c->context; context *= 2) {
+        struct plan plan;
+        struct error ignored = {0};
+        limits.context = context < c->context ? context : c->context;
+        limits.chunk = limits.chunk < limits.context ? limits.chunk : limits.context;
+        if (plan_make(&plan, c, file->file_bytes - file->head_bytes, limits, &ignored)) return;
+        printf("  %-8d %10.1f MB\n", limits.context, (double)plan.bytes * 1e-6);
+    }
+}

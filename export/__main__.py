@@ -1,0 +1,129 @@
+"""python3 -m export SOURCE -o model.bin: see --help."""
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from export import gguf_file, huggingface, llama2c
+from export.errors import ExportError
+from export.format import DTYPES, Layout
+from export.model import Model
+from export.writer import check_target, discard_unfinished, write_model
+
+OK, UNUSABLE, INTERRUPTED = 0, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ExportError(f"{message} (try --help)")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="export",
+        description="Turns a published checkpoint into a model.bin for ./run.",
+        epilog="Exit codes: 0 done, 2 usage or a source that cannot be used, 130 interrupted.",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a Hugging Face folder (safetensors), a .gguf file, or a .bin of llama2.c",
+    )
+    parser.add_argument(
+        "-o", dest="target", type=Path, required=True, metavar="FILE", help="the file to write"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of the matrices (default: bf16)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.bin beside a .bin of llama2.c"
+    )
+    parser.add_argument("--name", help="the model's name in the file (default: the source's)")
+    return parser.parse_args(arguments)
+
+
+def load(source: Path, tokenizer: Path | None) -> Model:
+    """Tells the kind of source by what it is, not by its name."""
+    if not source.exists():
+        raise ExportError(f"{source} does not exist")
+    if source.is_dir():
+        kind = "hugging face"
+    else:
+        with source.open("rb") as file:
+            kind = file.read(8)
+    if tokenizer and (source.is_dir() or kind.startswith(b"GGUF")):
+        raise ExportError("--tokenizer is for llama2.c's .bin files; other sources bring their own")
+    if source.is_dir():
+        return huggingface.load(source)
+    if kind.startswith(b"GGUF"):
+        return gguf_file.load(source)
+    if kind == b"ROOFLINE":
+        raise ExportError(f"{source} is a model.bin already")
+    if source.suffix in (".safetensors", ".json", ".model"):
+        raise ExportError(f"{source} is a part of a checkpoint; give its folder")
+    return llama2c.load(source, tokenizer)
+
+
+def describe(model: Model, dtype: str) -> str:
+    config, tokenizer = model.config, model.tokenizer
+    heads = f"{config.heads} heads, {config.kv_heads} key/value heads of {config.head_dim}"
+    tied = " (tied)" if model.tied else ""
+    lines = [
+        f"{config.name}: {model.family}",
+        f"  {config.layers} layers, width {config.width}, {heads}, feed-forward {config.ffn}",
+        f"  vocabulary {config.vocab}{tied}, context {config.context}, matrices as {dtype}",
+        f"  RoPE: {config.rope}",
+    ]
+    if tokenizer:
+        lines.append(f"  tokenizer: {tokenizer.describe()}; chat shape: {config.chat}")
+    else:
+        lines.append("  no tokenizer found: the file will take token ids only (./run --ids)")
+    return "\n".join(lines)
+
+
+def export(arguments: argparse.Namespace) -> None:
+    source, target = arguments.source, arguments.target
+    check_target(target)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ExportError(f"{target} is the source itself")
+    model = load(source, arguments.tokenizer)
+    if arguments.name is not None:
+        model.config.name = arguments.name
+    model.check()
+    print(describe(model, arguments.dtype), flush=True)
+    layout = Layout(model, DTYPES[arguments.dtype])
+    write_model(layout, target)
+    prompt = '-p "Once upon a time"' if model.tokenizer else '--ids "1 2 3"'
+    print(f"{target}: {layout.file_bytes} bytes, read back and verified. Run it:")
+    print(f"  ./run {shlex.quote(str(target))} {prompt}")
+
+
+def _interrupt(*_) -> None:
+    """Ends the program wherever it is. An exception could be caught, or come after the last try."""
+    discard_unfinished()
+    os.write(sys.stderr.fileno(), b"export: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def catch_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        export(parse_arguments(arguments))
+    except (ExportError, OSError) as error:
+        # One line, whatever a file name or a library put into the message.
+        print("export: error:", " ".join(str(error).split()), file=sys.stderr)
+        return UNUSABLE
+    return OK
+
+
+if __name__ == "__main__":
+    catch_signals()
+    sys.exit(main(sys.argv[1:]))

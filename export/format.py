@@ -1,0 +1,196 @@
+"""The layout of model.bin, version 1, as model/format.md has it."""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from export import chat
+from export.model import MAX_STOPS, Config, Model, Part, padded
+
+MAGIC, VERSION, BYTE_ORDER = b"ROOFLINE", 1, 0x01020304
+HEADER_BYTES, CONFIG_BYTES, LAYER_BYTES, ENTRY_BYTES = 64, 448, 16, 128
+CHECKSUM_AT = 48  # of the head, in the header
+NO_ID = 0xFFFFFFFF
+NAME_BYTES = 64
+F32, BF16 = 0, 1
+DTYPES = {"f32": F32, "bf16": BF16}
+DTYPE_BYTES = {F32: 4, BF16: 2}
+
+
+def align(offset: int, step: int) -> int:
+    return (offset + step - 1) // step * step
+
+
+@dataclass
+class Tensor:
+    """One tensor of the file: parts below one another. checksum is known once it is written."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+    parts: list[Part]
+    offset: int = 0
+    checksum: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPE_BYTES[self.dtype]
+
+    def entry(self) -> bytes:
+        shape = [*self.shape, 0, 0, 0][:4]
+        return struct.pack(
+            "<64s2I4Q3Q",
+            self.name.encode(),
+            self.dtype,
+            len(self.shape),
+            *shape,
+            self.offset,
+            self.bytes,
+            self.checksum,
+        )
+
+
+class Layout:
+    """Where everything stands in the file."""
+
+    def __init__(self, model: Model, dtype: int):
+        self.model, self.dtype = model, dtype
+        self.tensors = file_tensors(model, dtype)
+        self.section = model.tokenizer.section() if model.tokenizer else b""
+        self.table_at = (
+            HEADER_BYTES
+            + CONFIG_BYTES
+            + LAYER_BYTES * model.config.layers
+            + align(len(self.section), 8)
+        )
+        self.head_bytes = align(self.table_at + ENTRY_BYTES * len(self.tensors), 256)
+        at = self.head_bytes
+        for tensor in self.tensors:
+            tensor.offset = at
+            at = align(at + tensor.bytes, 256)
+        self.file_bytes = at
+
+    def head(self) -> bytes:
+        """Everything before the first tensor; the tensors' checksums must be known."""
+        head = bytearray(self.head_bytes)
+        struct.pack_into(
+            "<8s2I4Q",
+            head,
+            0,
+            MAGIC,
+            VERSION,
+            BYTE_ORDER,
+            self.file_bytes,
+            self.head_bytes,
+            len(self.section),
+            len(self.tensors),
+        )
+        config = config_bytes(self.model, self.dtype)
+        head[HEADER_BYTES : HEADER_BYTES + CONFIG_BYTES] = config
+        at = HEADER_BYTES + CONFIG_BYTES + LAYER_BYTES * self.model.config.layers
+        # Layer entries are all zero: no window, RoPE table 0.
+        head[at : at + len(self.section)] = self.section
+        for index, tensor in enumerate(self.tensors):
+            at = self.table_at + ENTRY_BYTES * index
+            head[at : at + ENTRY_BYTES] = tensor.entry()
+        struct.pack_into("<Q", head, CHECKSUM_AT, xxhash.xxh64_intdigest(head))
+        return bytes(head)
+
+
+def file_name_field(name: str) -> bytes:
+    """At most 63 bytes of whole characters, none of them a control character."""
+    clean = "".join(character for character in name if character.isprintable())
+    return clean.encode(errors="ignore")[: NAME_BYTES - 1].decode(errors="ignore").encode()
+
+
+def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
+    """Name, struct format and value of each field, in order."""
+    config, tokenizer = model.config, model.tokenizer
+
+    def token(value: int | None) -> int:
+        return NO_ID if value is None else value
+
+    add_bos = config.bos is not None and (tokenizer is None or tokenizer.add_bos)
+    stops = config.stops + [NO_ID] * (MAX_STOPS - len(config.stops))
+    return [
+        ("name", "64s", file_name_field(config.name)),
+        ("width", "I", config.width),
+        ("layers", "I", config.layers),
+        ("heads", "I", config.heads),
+        ("kv_heads", "I", config.kv_heads),
+        ("head_dim", "I", config.head_dim),
+        ("ffn", "I", config.padded_ffn),
+        ("vocab", "I", config.vocab),
+        ("vocab_used", "I", model.vocab_used),
+        ("context", "I", config.context),
+        ("weight_dtype", "I", dtype),
+        ("norm", "I", 0),
+        ("norm_placement", "I", 0),
+        ("norm_eps", "f", config.norm_eps),
+        ("qkv_bias", "I", 0),
+        ("out_bias", "I", 0),
+        ("ffn_bias", "I", 0),
+        ("qk_norm", "I", 0),
+        ("gated", "I", 1),
+        ("activation", "I", 0),
+        ("learned_positions", "I", 0),
+        ("rotary_dims", "I", config.head_dim),
+        ("rope_tables", "I", 1),
+        ("rope_scale", "f", 1.0),
+        ("attention_scale", "f", config.head_dim**-0.5),
+        ("attention_cap", "f", 0.0),
+        ("final_cap", "f", 0.0),
+        ("embed_scale", "f", 1.0),
+        ("tied", "I", model.tied),
+        ("experts", "I", 0),
+        ("experts_used", "I", 0),
+        ("experts_renormalised", "I", 0),
+        ("bos", "I", token(config.bos)),
+        ("add_bos", "I", add_bos),
+        ("pad", "I", token(config.pad)),
+        ("unk", "I", token(tokenizer.unk if tokenizer else None)),
+        ("stop_count", "I", len(config.stops)),
+        *(("stops", "I", stop) for stop in stops),
+        ("chat_shape", "I", chat.SHAPES[config.chat]),
+    ]
+
+
+def config_bytes(model: Model, dtype: int) -> bytes:
+    _, formats, values = zip(*config_fields(model, dtype), strict=True)
+    return struct.pack("<" + "".join(formats), *values).ljust(CONFIG_BYTES, b"\0")
+
+
+def rope_part(config: Config) -> Part:
+    table = config.frequencies.astype(np.float32)[None]
+    return Part("rope", table.shape, lambda start, stop: table[start:stop])
+
+
+def file_tensors(model: Model, dtype: int) -> list[Tensor]:
+    """The tensors in the order of the file, q, k, v and gate, up together."""
+    config, parts = model.config, model.parts
+    ffn, width = config.padded_ffn, config.width
+    tensors = [Tensor("rope", F32, (1, config.head_dim // 2), [rope_part(config)])]
+
+    def matrix(name: str, *stacked: Part) -> None:
+        rows = sum(part.shape[0] for part in stacked)
+        tensors.append(Tensor(name, dtype, (rows, stacked[0].shape[1]), list(stacked)))
+
+    def vector(name: str) -> None:
+        tensors.append(Tensor(name, F32, parts[name].shape, [parts[name]]))
+
+    matrix("embed", parts["embed"])
+    for layer in range(config.layers):
+        at = f"layers.{layer}."
+        vector(at + "norm_attention")
+        matrix(at + "qkv", parts[at + "q"], parts[at + "k"], parts[at + "v"])
+        matrix(at + "out", parts[at + "out"])
+        vector(at + "norm_ffn")
+        gate, up = (padded(parts[at + name], ffn, width) for name in ("gate", "up"))
+        matrix(at + "gate_up", gate, up)
+        matrix(at + "down", padded(parts[at + "down"], width, ffn))
+    vector("norm_final")
+    if not model.tied:
+        matrix("classifier", parts["classifier"])
+    return tensors

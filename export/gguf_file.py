@@ -1,0 +1,165 @@
+"""GGUF files of architecture "llama", through the gguf package; blocks of every type that the
+package can dequantise."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from export import chat
+from export.config import config_from_gguf
+from export.errors import ExportError, malformed
+from export.files import read_array
+from export.model import Config, Model, Part, collect, half_split
+from export.tokenizer import Tokenizer, tokenizer_from_gguf
+
+ARCHITECTURE = "llama"
+
+NAMES = {
+    "embed": "token_embd",
+    "norm_final": "output_norm",
+    "classifier": "output",
+    "norm_attention": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "out": "attn_output",
+    "norm_ffn": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
+# A GGUF names one eos id; chat models end their turns with these, which are found by their text.
+STOP_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+)
+
+
+class Reader(gguf.GGUFReader):
+    """The package's reader takes what is left where a file ends too early, and then counts on;
+    this one says so."""
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        wanted = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if wanted > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, but {wanted} bytes are described")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def source_name(name: str) -> str:
+    """layers.3.q -> blk.3.attn_q.weight"""
+    *layer, last = name.removeprefix("layers.").split(".")
+    return "".join(f"blk.{number}." for number in layer) + NAMES[last] + ".weight"
+
+
+def _open(path: Path) -> Reader:
+    reader = Reader(path)
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise ExportError(f"{path}: big-endian GGUF files are not supported")
+    if _value(reader, "split.count", 1) > 1:
+        raise ExportError(
+            f"{path}: one part of several; merge them first (llama-gguf-split --merge)"
+        )
+    architecture = _value(reader, "general.architecture", None)
+    if architecture != ARCHITECTURE:
+        raise ExportError(
+            f"{path}: architecture {architecture} is not supported; known: {ARCHITECTURE}"
+        )
+    return reader
+
+
+def _value(reader: Reader, key: str, default):
+    item = reader.get_field(key)
+    return default if item is None else item.contents()
+
+
+def _part(path: Path, tensor: gguf.ReaderTensor) -> Part:
+    """ggml's first dimension is the contiguous one, our last."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    columns = shape[-1]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    kind = tensor.tensor_type.name
+
+    def read(start: int, stop: int) -> np.ndarray:
+        if len(shape) == 1:
+            return read_rows(0, 1)[0, start:stop]
+        return read_rows(start, stop)
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        row_bytes = columns // block * block_bytes
+        offset = tensor.data_offset + start * row_bytes
+        data = read_array(path, offset, (stop - start) * row_bytes, "u1")
+        try:
+            # A broken file's scales overflow on the way; the writer finds what is not finite.
+            with np.errstate(all="ignore"):
+                rows = gguf.dequantize(data.reshape(stop - start, row_bytes), tensor.tensor_type)
+        except NotImplementedError:
+            raise ExportError(
+                f"tensor {tensor.name}: values of type {kind} are not supported"
+            ) from None
+        return rows.astype(np.float32, copy=False)
+
+    return Part(tensor.name, shape, read)
+
+
+def _apply_rope_factors(config: Config, part: Part) -> None:
+    """Converters write llama3 scaling as what to divide each frequency by."""
+    if part.shape != config.frequencies.shape:
+        raise ExportError(
+            f"tensor {part.name}: expected shape {list(config.frequencies.shape)}, "
+            f"found {list(part.shape)}"
+        )
+    factors = part.read(0, part.shape[0]).astype(np.float64)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ExportError(f"tensor {part.name}: a factor is not finite and above 0")
+    config.frequencies = config.frequencies / factors
+    config.rope += f", scaled by {part.name}"
+
+
+def _set_tokens(config: Config, reader: Reader, tokenizer: Tokenizer | None) -> None:
+    def token(name: str) -> int | None:
+        return _value(reader, f"tokenizer.ggml.{name}_token_id", None)
+
+    config.bos, config.pad = token("bos"), token("padding")
+    stops = [token(name) for name in ("eos", "eot", "eom")]
+    if tokenizer:
+        stops += [tokenizer.id_of_control(text) for text in STOP_TEXTS]
+    config.stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    config.chat = chat.shape_of(_value(reader, "tokenizer.chat_template", ""))
+
+
+def load(path: Path) -> Model:
+    with malformed(f"{path}: the GGUF file"):
+        return _load(path)
+
+
+def _load(path: Path) -> Model:
+    reader = _open(path)
+    metadata = {
+        key.removeprefix("llama."): item.contents()
+        for key, item in reader.fields.items()
+        if key.startswith("llama.")
+    }
+    found = {tensor.name: _part(path, tensor) for tensor in reader.tensors}
+    embed = found.get("token_embd.weight")
+    if embed:
+        metadata.setdefault("vocab_size", embed.shape[0])
+    config = config_from_gguf(metadata, _value(reader, "general.name", None) or path.stem)
+    factors = found.pop("rope_freqs.weight", None)
+    if factors:
+        _apply_rope_factors(config, factors)
+    tokenizer = tokenizer_from_gguf(reader)
+    _set_tokens(config, reader, tokenizer)
+    parts = collect(found, config, source_name)
+    for layer in range(config.layers):
+        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
+            name = f"layers.{layer}.{name}"
+            parts[name] = half_split(parts[name], heads)
+    return Model('GGUF, architecture "llama"', config, tokenizer, parts)

@@ -1,0 +1,144 @@
+"""Hugging Face folders: config.json, safetensors (one file, or shards with an index)."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from export import chat
+from export.config import config_from_hf, family_of
+from export.errors import ExportError, malformed
+from export.files import read_array, read_json, read_json_if_there
+from export.model import Model, Part, collect
+from export.tokenizer import tokenizer_from_hf
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+# Buffers that old checkpoints carry and that are computed, not learned.
+IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+
+NAMES = {
+    "embed": "model.embed_tokens",
+    "norm_final": "model.norm",
+    "classifier": "lm_head",
+    "norm_attention": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "norm_ffn": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def source_name(name: str) -> str:
+    """layers.3.q -> model.layers.3.self_attn.q_proj.weight"""
+    *layer, last = name.removeprefix("layers.").split(".")
+    return "".join(f"model.layers.{number}." for number in layer) + NAMES[last] + ".weight"
+
+
+def _shards(folder: Path) -> dict[Path, list[str]]:
+    """Each file of tensors and the names that the index puts there (none: no index)."""
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise ExportError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+        return {folder / SINGLE: []}
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ExportError(f"{folder / INDEX}: expected a weight_map, found none")
+    shards: dict[Path, list[str]] = {}
+    for name, shard in weight_map.items():
+        # A shard is a plain file name: the index of a stranger must not reach other folders.
+        if not isinstance(shard, str) or shard != Path(shard).name or shard in ("", ".", ".."):
+            raise ExportError(
+                f"{folder / INDEX}: {shard!r} is not the name of a file in the folder"
+            )
+        if not (folder / shard).is_file():
+            raise ExportError(f"{folder / shard}, named in {INDEX}, does not exist")
+        shards.setdefault(folder / shard, []).append(name)
+    return shards
+
+
+def _part(path: Path, name: str, entry: dict, data_at: int) -> Part:
+    shape, kind = tuple(entry["shape"]), entry["dtype"]
+    columns = int(np.prod(shape[1:]))
+    offset = data_at + entry["data_offsets"][0]
+
+    def read(start: int, stop: int) -> np.ndarray:
+        dtype = DTYPES.get(kind)
+        if dtype is None:
+            raise ExportError(
+                f"tensor {name}: values of type {kind} are not supported; "
+                f"known: {', '.join(DTYPES)}"
+            )
+        size = np.dtype(dtype).itemsize
+        values = read_array(path, offset + size * start * columns, (stop - start) * columns, dtype)
+        if kind == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # the writer finds what became infinite
+            values = values.astype(np.float32, copy=False)
+        return values.reshape(stop - start, *shape[1:])
+
+    return Part(name, shape, read)
+
+
+def _tensors(path: Path) -> dict[str, Part]:
+    """The safetensors library checks the header (lengths, overlaps, holes); the values are then
+    read with plain reads, see read_array."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ExportError(f"{path}: not a usable safetensors file: {error}") from None
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: _part(path, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _all_tensors(folder: Path) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for path, expected in _shards(folder).items():
+        parts = _tensors(path)
+        if expected and set(expected) != set(parts):
+            name = min(set(expected) ^ set(parts))
+            where = "is not in it" if name in expected else "is in it but not in the index"
+            raise ExportError(f"{path}: {INDEX} does not fit: tensor {name} {where}")
+        found |= parts
+    return found
+
+
+def _check_tied(parts: dict[str, Part]) -> None:
+    """A classifier that config.json calls tied has to be the embedding."""
+    embed, classifier = parts["embed"], parts.pop("classifier")
+    step = max(1, (1 << 22) // embed.shape[1])
+    for start in range(0, embed.shape[0], step):
+        rows = start, min(start + step, embed.shape[0])
+        if not np.array_equal(embed.read(*rows), classifier.read(*rows)):
+            raise ExportError(
+                "config.json says tie_word_embeddings, but lm_head.weight differs from "
+                f"model.embed_tokens.weight in rows {rows[0]} to {rows[1] - 1}"
+            )
+
+
+def load(folder: Path) -> Model:
+    if not (folder / "config.json").is_file():
+        raise ExportError(f"{folder}: config.json is not there; is this a Hugging Face folder?")
+    content = read_json(folder / "config.json")
+    generation = read_json_if_there(folder / "generation_config.json")
+    with malformed(f"{folder / 'config.json'}"):
+        family = family_of(content)
+        config = config_from_hf(content, generation, name=folder.resolve().name)
+    config.check()
+    parts = collect(_all_tensors(folder), config, source_name, IGNORED)
+    if content.get("tie_word_embeddings") and "classifier" in parts:
+        _check_tied(parts)
+    tokenizer = tokenizer_from_hf(folder)
+    config.chat = chat.shape_of(chat.template_from_hf(folder))
+    return Model(f"Hugging Face, {family}", config, tokenizer, parts)

@@ -1,0 +1,185 @@
+"""What a source hands to the writer: a config, a tokenizer, and tensors that are read on demand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from export.errors import ExportError
+from export.tokenizer import Tokenizer
+
+MAX_STOPS = 16
+
+
+@dataclass
+class Config:
+    """The fields of model.bin's config that differ between the models supported so far."""
+
+    name: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # of the source; the file's is a multiple of 8
+    vocab: int
+    context: int
+    norm_eps: float
+    rope: str  # for people: theta and scaling
+    frequencies: np.ndarray  # inverse, float64 [head_dim/2]
+    bos: int | None = None
+    pad: int | None = None
+    stops: list[int] = field(default_factory=list)
+    chat: str = "none"
+
+    @property
+    def padded_ffn(self) -> int:
+        return (self.ffn + 7) // 8 * 8
+
+    def check(self) -> None:
+        """The limits of model/format.md."""
+        for name, value, highest in (
+            ("width", self.width, 1 << 16),
+            ("layers", self.layers, 1024),
+            ("heads", self.heads, 1024),
+            ("key/value heads", self.kv_heads, self.heads),
+            ("head size", self.head_dim, 512),
+            ("feed-forward width", self.ffn, 1 << 20),
+            ("vocabulary", self.vocab, 1 << 20),
+            ("context", self.context, 1 << 22),
+        ):
+            if not 1 <= value <= highest:
+                raise ExportError(f"config: {name} {value} is not in 1 to {highest}")
+        for name, value in (("width", self.width), ("head size", self.head_dim)):
+            if value % 8:
+                raise ExportError(f"config: {name} {value} is not a multiple of 8")
+        if self.heads % self.kv_heads:
+            raise ExportError(
+                f"config: {self.heads} heads are not a multiple of {self.kv_heads} key/value heads"
+            )
+        if not 1e-12 <= self.norm_eps <= 1e-1:
+            raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
+        table = self.frequencies.astype(np.float32)
+        if table.shape != (self.head_dim // 2,) or not (np.isfinite(table) & (table > 0)).all():
+            raise ExportError("config: a RoPE frequency is not finite and above 0")
+        for name, token in (
+            ("bos", self.bos),
+            ("pad", self.pad),
+            *(("eos", i) for i in self.stops),
+        ):
+            if token is not None and not 0 <= token < self.vocab:
+                raise ExportError(f"config: {name} id {token} is not in 0 to {self.vocab - 1}")
+        if len(self.stops) > MAX_STOPS:
+            raise ExportError(f"config: {len(self.stops)} eos ids, at most {MAX_STOPS} supported")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the source, as float32: read(start, stop) gives these rows of a matrix, or
+    these elements of a vector. name is what the source calls it."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], np.ndarray]
+
+
+@dataclass
+class Model:
+    family: str
+    config: Config
+    tokenizer: Tokenizer | None
+    parts: dict[str, Part]  # by the names of part_shapes
+
+    @property
+    def tied(self) -> bool:
+        return "classifier" not in self.parts
+
+    @property
+    def vocab_used(self) -> int:
+        return self.tokenizer.id_count if self.tokenizer else self.config.vocab
+
+    def check(self) -> None:
+        self.config.check()
+        if self.vocab_used > self.config.vocab:
+            raise ExportError(
+                f"the tokenizer has {self.vocab_used} ids, but the model's vocabulary "
+                f"has {self.config.vocab} rows"
+            )
+
+
+def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama by our names, before q, k, v and gate, up are put together."""
+    width, ffn = config.width, config.ffn
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, width)}
+    for layer in range(config.layers):
+        for name, shape in (
+            ("norm_attention", (width,)),
+            ("q", (query, width)),
+            ("k", (key, width)),
+            ("v", (key, width)),
+            ("out", (width, query)),
+            ("norm_ffn", (width,)),
+            ("gate", (ffn, width)),
+            ("up", (ffn, width)),
+            ("down", (width, ffn)),
+        ):
+            shapes[f"layers.{layer}.{name}"] = shape
+    return shapes | {"norm_final": (width,), "classifier": (config.vocab, width)}
+
+
+def collect(
+    found: dict[str, Part], config: Config, source_name: Callable[[str], str], ignored=()
+) -> dict[str, Part]:
+    """Sorts a source's tensors under our names. All but the classifier have to be there, with the
+    shape that the config says, and none may be left over: an unknown tensor is a part of the model
+    that the file would silently lack."""
+    left, parts = dict(found), {}
+    for name, shape in part_shapes(config).items():
+        part = left.pop(source_name(name), None)
+        if part is None:
+            if name == "classifier":
+                continue
+            raise ExportError(f"tensor {source_name(name)} is missing")
+        if part.shape != shape:
+            raise ExportError(
+                f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
+            )
+        parts[name] = part
+    unused = [name for name in left if not name.endswith(tuple(ignored))]
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise ExportError(
+            f"tensors that a Llama of this config does not have: {', '.join(unused[:3])}{more}"
+        )
+    return parts
+
+
+def half_split(part: Part, heads: int) -> Part:
+    """Rows of q or k in the order of interleaved RoPE, pairs (2i, 2i + 1) in each head, in the
+    order of half-split RoPE, (i, i + D/2)."""
+    size = part.shape[0] // heads
+    order = np.arange(size).reshape(-1, 2).T.reshape(-1)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        first, last = start // size, (stop + size - 1) // size
+        rows = part.read(first * size, last * size)
+        rows = rows.reshape(last - first, size, -1)[:, order].reshape(rows.shape)
+        return rows[start - first * size : stop - first * size]
+
+    return Part(part.name, part.shape, read)
+
+
+def padded(part: Part, rows: int, columns: int) -> Part:
+    """The matrix with zeros below and to the right."""
+    if part.shape == (rows, columns):
+        return part
+
+    def read(start: int, stop: int) -> np.ndarray:
+        out = np.zeros((stop - start, columns), np.float32)
+        last = min(stop, part.shape[0])
+        if start < last:
+            out[: last - start, : part.shape[1]] = part.read(start, last)
+        return out
+
+    return Part(part.name, (rows, columns), read)

@@ -1,0 +1,320 @@
+/* The CPU backend: the operators of the forward pass, in its order, and their table. One parallel
+ * region an operator; the products are cpu_matmul.c's, attention is cpu_attention.c's, and what is
+ * fused with them (norms, RoPE, the cache, the activation, residuals) can be read here.
+ *
+ * Owners    in a product each thread owns some rows of W, that is columns of the output; what
+ *           follows in the same region is done by the owner where it can be, else after a barrier.
+ * Numerics  fp32 throughout, weights bf16 or f32, the cache f32. Results do not depend on the
+ * number of threads. */
+#include "kernels/cpu.h"
+
+#include "kernels/cpu_attention.h"
+#include "kernels/simd.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- the device ---- */
+
+#if defined __AVX512F__
+#define VECTORS "AVX-512"
+#elif defined __AVX2__ && defined __FMA__
+#define VECTORS "AVX2"
+#elif defined __AVX__
+#define VECTORS "AVX"
+#elif defined __SSE2__
+#define VECTORS "SSE2"
+#else
+#define VECTORS "generic vectors"
+#endif
+
+/* "AMD EPYC 7763, 2 threads, AVX2": the processor's name as Linux knows it. */
+static int cpu_open(struct engine *e, struct error *error) {
+    (void)error;
+    char line[256], name[96] = "CPU";
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
+    if (f) fclose(f);
+    snprintf(e->device, sizeof e->device, "%s, %d threads, %s", name, e->plan.limits.threads,
+             VECTORS);
+    return 0;
+}
+
+/* ---- what the operators share ---- */
+
+static size_t weight_size(const struct engine *e) {
+    return dtype_size(e->config->weight_dtype);
+}
+
+/* x[T, K] as the input of a product with the model's weights. norm may be NULL. */
+static struct input product_input(const struct engine *e, const float *x, int x_stride, int T,
+                                  int K, const float *norm) {
+    return (struct input){.x = x,
+                          .x_stride = (size_t)x_stride,
+                          .T = (size_t)T,
+                          .K = (size_t)K,
+                          .norm = norm,
+                          .norm_eps = e->config->norm_eps,
+                          .dtype = e->config->weight_dtype,
+                          .shared = engine_region(e, REGION_PANELS)};
+}
+
+/* i32 [T]: 0 tokens, 1 slots, 2 positions. */
+static int32_t *row_numbers(const struct engine *e, int which) {
+    return (int32_t *)engine_region(e, REGION_ROWS) + (size_t)which * (size_t)e->plan.limits.chunk;
+}
+
+/* Of a layer: keys f32 [slots, G, S/16, D, 16], values f32 [slots, G, S, D]. */
+static float *layer_cache(const struct engine *e, enum region region, int layer) {
+    const size_t S = (size_t)e->plan.limits.context;
+    const size_t positions =
+        region == REGION_KEYS ? (S + CPU_PANEL - 1) / CPU_PANEL * CPU_PANEL : S;
+    const size_t floats = (size_t)e->plan.limits.slots * (size_t)e->config->kv_heads * positions *
+                          (size_t)e->config->head_dim;
+    return (float *)engine_region(e, region) + (size_t)layer * floats;
+}
+
+/* ---- rows ---- */
+
+static void cpu_set_rows(struct engine *e, const int32_t *tokens, int count, int slot,
+                         int position) {
+    for (int t = 0; t < count; t++) {
+        row_numbers(e, 0)[t] = tokens[t];
+        row_numbers(e, 1)[t] = slot;
+        row_numbers(e, 2)[t] = position + t;
+    }
+}
+
+/* ---- embed ---- */
+
+/* x[C] = embedding of a token, times the model's factor. */
+static void embed_row(const struct engine *e, int32_t token, float *x) {
+    const size_t C = (size_t)e->config->width;
+    const char *from = (const char *)e->embed + (size_t)token * C * weight_size(e);
+    for (size_t c = 0; c < C; c++) {
+        float value;
+        if (e->config->weight_dtype == F32) {
+            memcpy(&value, from + c * 4, 4);
+        } else { /* bf16 is the upper half of an f32 */
+            uint16_t half;
+            memcpy(&half, from + c * 2, 2);
+            const uint32_t bits = (uint32_t)half << 16;
+            memcpy(&value, &bits, 4);
+        }
+        x[c] = value * e->config->embed_scale;
+    }
+}
+
+/* Cosines and sines of one position, for one table: [2, rotary_dims/2]. */
+static void turn_row(const struct engine *e, int table, int position, float *turn) {
+    const int half = e->config->rotary_dims / 2;
+    for (int i = 0; i < half; i++) {
+        const float angle = (float)position * e->rope[table * half + i];
+        turn[i] = cosf(angle) * e->config->rope_scale;
+        turn[half + i] = sinf(angle) * e->config->rope_scale;
+    }
+}
+
+/* What      x[T,C] = embedding; the cosines and sines that all layers use.
+ * Owners    a thread owns rows.
+ * Numerics  angle = position * frequency in f32, as the reference implementations have it. */
+static void cpu_embed(struct engine *e, struct rows rows) {
+    float *x = engine_region(e, REGION_X), *turns = engine_region(e, REGION_ROPE);
+    const int32_t *tokens = row_numbers(e, 0), *positions = row_numbers(e, 2);
+    const size_t chunk = (size_t)e->plan.limits.chunk, turn = (size_t)e->config->rotary_dims;
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    {
+        const struct span own = share(this_member(e), (size_t)rows.count, 1);
+        for (size_t t = own.first; t < own.last; t++) {
+            embed_row(e, tokens[t], x + t * (size_t)e->config->width);
+            for (int table = 0; table < e->config->rope_tables; table++)
+                turn_row(e, table, positions[t], turns + ((size_t)table * chunk + t) * turn);
+        }
+    }
+}
+
+/* ---- qkv ---- */
+
+/* Turns one head in place: dimension i with i + half. */
+static void rotate(float *restrict low, float *restrict high, const float *restrict cosine,
+                   const float *restrict sine, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = low[i], b = high[i];
+        low[i] = a * cosine[i] - b * sine[i];
+        high[i] = b * cosine[i] + a * sine[i];
+    }
+}
+
+/* A group's heads of one row: RoPE of its heads of q and of its key; key and value to the cache. */
+static void finish_group(const struct engine *e, int layer, size_t t, size_t group) {
+    const struct config *c = e->config;
+    const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
+    const size_t S = (size_t)e->plan.limits.context, padded = (S + 15) / 16 * 16;
+    const size_t slot = (size_t)row_numbers(e, 1)[t], s = (size_t)row_numbers(e, 2)[t];
+    float *row = (float *)engine_region(e, REGION_QKV) + t * (H + 2 * G) * D;
+    float *key = row + (H + group) * D;
+    const float *value = row + (H + G + group) * D;
+    const int table = c->layer[layer].rope_table, half = c->rotary_dims / 2;
+    if (table != NO_ID) {
+        const float *cosine = (float *)engine_region(e, REGION_ROPE) +
+                              ((size_t)table * (size_t)e->plan.limits.chunk + t) * 2 * (size_t)half;
+        for (size_t h = group * (H / G); h < (group + 1) * (H / G); h++)
+            rotate(row + h * D, row + h * D + half, cosine, cosine + half, half);
+        rotate(key, key + half, cosine, cosine + half, half);
+    }
+    const size_t cache = slot * G + group;
+    float *panel =
+        layer_cache(e, REGION_KEYS, layer) + cache * padded * D + s / CPU_PANEL * CPU_PANEL * D;
+    for (size_t d = 0; d < D; d++) panel[d * CPU_PANEL + s % CPU_PANEL] = key[d];
+    memcpy(layer_cache(e, REGION_VALUES, layer) + (cache * S + s) * D, value, D * sizeof *value);
+}
+
+/* What      qkv[T,(H+2G)D] = RMSNorm(x) Wqkv^T; RoPE on q and k; k into its panel, v into its row.
+ * Owners    product: columns of qkv. Then groups of rows: of a single row those that the thread
+ * will attend to, of more of them a contiguous share. Barrier   qkv is written | RoPE reads pairs
+ * that two threads may have computed. */
+static void cpu_qkv(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    const struct layer_weights *w = &e->layer[layer];
+    const size_t T = (size_t)rows.count, G = (size_t)c->kv_heads;
+    const size_t outputs = ((size_t)c->heads + 2 * G) * (size_t)c->head_dim;
+    float *qkv = engine_region(e, REGION_QKV);
+    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, rows.count,
+                                          c->width, w->norm_attention);
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    {
+        const struct member me = this_member(e);
+        const float *x = matmul_prepare(&in, me);
+        matmul(&in, x, w->qkv, share(me, outputs, 8), qkv, outputs, false, me);
+        barrier();
+        const struct span own = T == 1 ? (struct span){0, G} : share(me, G * T, 1);
+        for (size_t i = own.first; i < own.last; i++)
+            if (T > 1 || attention_owner(i, me.count) == me.index)
+                finish_group(e, layer, i % T, i / T);
+    }
+}
+
+/* ---- attend ---- */
+
+static void cpu_attend_layer(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
+    const struct attention a = {.q = engine_region(e, REGION_QKV),
+                                .q_stride = (H + 2 * G) * D,
+                                .keys = layer_cache(e, REGION_KEYS, layer),
+                                .values = layer_cache(e, REGION_VALUES, layer),
+                                .out = engine_region(e, REGION_A),
+                                .partial = engine_region(e, REGION_PANELS),
+                                .slots = row_numbers(e, 1),
+                                .positions = row_numbers(e, 2),
+                                .T = (size_t)rows.count,
+                                .H = H,
+                                .G = G,
+                                .D = D,
+                                .S = (size_t)e->plan.limits.context,
+                                .scale = c->attention_scale};
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    cpu_attend(&a, this_member(e));
+}
+
+/* ---- project ---- */
+
+/* What      x[T,C] += a Wout^T, or x += h Wdown^T, where h is the first half of REGION_H's rows.
+ * Owners    columns of x. */
+static void cpu_project(struct engine *e, int layer, enum projection which, struct rows rows) {
+    const struct config *c = e->config;
+    const size_t C = (size_t)c->width;
+    const bool out = which == ATTENTION_OUT;
+    const int K = out ? c->heads * c->head_dim : c->ffn, stride = out ? K : 2 * K;
+    const float *from = engine_region(e, out ? REGION_A : REGION_H);
+    const void *W = out ? e->layer[layer].out : e->layer[layer].down;
+    float *x = engine_region(e, REGION_X);
+    const struct input in = product_input(e, from, stride, rows.count, K, NULL);
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    {
+        const struct member me = this_member(e);
+        const float *prepared = matmul_prepare(&in, me);
+        matmul(&in, prepared, W, share(me, C, 8), x, C, true, me);
+    }
+}
+
+/* ---- gate and up ---- */
+
+/* What      h[T,F] = silu(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up
+ * F]. Owners    a thread owns the same columns of gate and of up, and then of h: no barrier. */
+static void cpu_gate_up(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    const struct layer_weights *w = &e->layer[layer];
+    const size_t T = (size_t)rows.count, C = (size_t)c->width, F = (size_t)c->ffn;
+    const char *gate = w->gate_up, *up = gate + F * C * weight_size(e);
+    float *h = engine_region(e, REGION_H);
+    const struct input in =
+        product_input(e, engine_region(e, REGION_X), c->width, rows.count, c->width, w->norm_ffn);
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    {
+        const struct member me = this_member(e);
+        const struct span own = share(me, F, 8);
+        const float *x = matmul_prepare(&in, me);
+        matmul(&in, x, gate, own, h, 2 * F, false, me);
+        matmul(&in, x, up, own, h + F, 2 * F, false, me);
+        for (size_t t = 0; t < T; t++)
+            for (size_t f = own.first; f < own.last; f += 8) {
+                float *to = h + t * 2 * F + f;
+                const v8f g = load8(to);
+                store8(to, g / (1.0f + exp8(-g)) * load8(to + F));
+            }
+    }
+}
+
+/* ---- classify, sample ---- */
+
+/* What      logits[classified, V] = RMSNorm(x of the last rows) W^T, for the ids that are in use.
+ * Owners    columns of the logits. */
+static void cpu_classify(struct engine *e, struct rows rows) {
+    const struct config *c = e->config;
+    if (rows.classified == 0) return;
+    const float *x = (float *)engine_region(e, REGION_X) +
+                     (size_t)(rows.count - rows.classified) * (size_t)c->width;
+    float *logits = engine_region(e, REGION_LOGITS);
+    const struct input in = product_input(e, x, c->width, rows.classified, c->width, e->norm_final);
+#pragma omp parallel num_threads(e->plan.limits.threads)
+    {
+        const struct member me = this_member(e);
+        const float *prepared = matmul_prepare(&in, me);
+        matmul(&in, prepared, e->classifier, share(me, (size_t)c->vocab_used, 8), logits,
+               (size_t)c->vocab, false, me);
+    }
+}
+
+/* Logits of one of the classified rows. */
+static float *logits_row(const struct engine *e, int row) {
+    return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
+}
+
+static int cpu_sample(struct engine *e, struct rows rows, struct sampler *sampler, int32_t *id,
+                      struct error *error) {
+    return sampler_draw(sampler, logits_row(e, rows.classified - 1), id, error);
+}
+
+static void cpu_read_logits(struct engine *e, int row, float *logits) {
+    memcpy(logits, logits_row(e, row), (size_t)e->config->vocab_used * sizeof *logits);
+}
+
+const struct ops cpu_ops = {.name = "cpu",
+                            .open = cpu_open,
+                            .free_memory = cpu_free_memory,
+                            .allocate = cpu_allocate,
+                            .upload = cpu_upload,
+                            .close = cpu_close,
+                            .set_rows = cpu_set_rows,
+                            .embed = cpu_embed,
+                            .qkv = cpu_qkv,
+                            .attend = cpu_attend_layer,
+                            .project = cpu_project,
+                            .gate_up = cpu_gate_up,
+                            .classify = cpu_classify,
+                            .sample = cpu_sample,
+                            .read_logits = cpu_read_logits,
+                            .roof = cpu_roof};

@@ -1,0 +1,14 @@
+/* The micro-kernel of prefill and of attention: a small product with all of its sums in registers.
+ */
+#ifndef KERNELS_CPU_BLOCK_H
+#define KERNELS_CPU_BLOCK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* y[rows, columns] = a[rows, n] b[n, columns], or += that. f32, row-major, rows lda, ldb and ldy
+ * floats apart; columns a multiple of 8; no aliasing. */
+void block_product(const float *a, size_t lda, const float *b, size_t ldb, float *y, size_t ldy,
+                   size_t rows, size_t columns, size_t n, bool add);
+
+#endif

@@ -1,0 +1,307 @@
+/* Matrix products of the CPU backend, y[T, N] (+)= x[T, K] W[N, K]^T, in two regimes.
+ *
+ * What      W is bf16 or f32 and lies row-major as in model.bin; x and y are f32. K is a multiple
+ * of 8, N and T are anything. x may be normalised first (RMSNorm). Owners    each thread owns a
+ * contiguous range of rows of W and computes y of those rows for all T. Numerics  fp32 sums. Every
+ * y is computed by one thread, and the order of its sum depends on K, T and the regime alone: not
+ * on N, not on the number of threads. Decode    (T <= CPU_DECODE_ROWS) reads W once: 2 T N K FLOPs
+ * on N K weights; at T = 1 the bound is memory. Weights stay in registers and meet up to 3 rows of
+ * x as dot products, partial sums in the lanes. A thread reads 4 (or 3) rows of W at a time, a
+ * quarter of its range apart: so many streams fill the memory's queues, neighbouring rows do not.
+ * Prefill   converts 24 rows of W at a time into scratch, to be multiplied with every row of x: 16
+ *           rows of x side by side in the lanes (a panel), W broadcast, 6 x 16 sums in registers.
+ *           Bound by multiply-adds. x is brought into panels once; W is not packed any further,
+ *           since that costs more than it saves below 512 rows.
+ * Barrier   one, in matmul_prepare: all of x prepared | products read it. */
+#include "kernels/cpu_matmul.h"
+
+#include "kernels/config.h"
+#include "kernels/cpu_block.h"
+#include "kernels/cpu_threads.h"
+#include "kernels/simd.h"
+
+#include <math.h>
+
+struct span share(struct member me, size_t count, size_t unit) {
+    size_t units = count / unit;
+    struct span own = {units * me.index / me.count * unit,
+                       units * (me.index + 1) / me.count * unit};
+    if (me.index + 1 == me.count) own.last = count;
+    return own;
+}
+
+/* ---- the input ---- */
+
+/* What RMSNorm multiplies a row with, besides its weights: 1 / sqrt(mean x^2 + eps). */
+static float norm_scale(const float *x, size_t K, float eps) {
+    v8f sum = {0};
+    for (size_t k = 0; k < K; k += 8) sum += load8(x + k) * load8(x + k);
+    return 1.0f / sqrtf(sum8(sum) / (float)K + eps);
+}
+
+/* Eight elements of a row, normalised where the product wants it. */
+INLINE v8f normalised8(const struct input *in, const float *x, size_t k, float scale) {
+    v8f v = load8(x + k);
+    if (in->norm) v = v * scale * load8(in->norm + k);
+    return v;
+}
+
+/* One row in weight order. */
+static void prepare_row(const struct input *in, const float *x, float *to) {
+    const float scale = in->norm ? norm_scale(x, in->K, in->norm_eps) : 1;
+    size_t k = 0;
+    for (; k + 16 <= in->K; k += 16) {
+        v8f a = normalised8(in, x, k, scale), b = normalised8(in, x, k + 8, scale);
+        if (in->dtype == BF16) {
+            v8f even = shuffle(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+            b = shuffle(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+            a = even;
+        }
+        store8(to + k, a);
+        store8(to + k + 8, b);
+    }
+    if (k == in->K) return;
+    v8f last = normalised8(in, x, k, scale);
+    if (in->dtype == BF16) last = shuffle(last, last, 0, 2, 4, 6, 1, 3, 5, 7);
+    store8(to + k, last);
+}
+
+/* Up to eight rows as half of a panel [K][16], in weight order; missing rows are zeros. */
+static void prepare_half_panel(const struct input *in, const float *x, size_t rows, float *to) {
+    float scale[8] = {0};
+    for (size_t i = 0; i < rows && in->norm; i++)
+        scale[i] = norm_scale(x + i * in->x_stride, in->K, in->norm_eps);
+    for (size_t k = 0; k < in->K; k += 8) {
+        v8f row[8];
+        for (size_t i = 0; i < 8; i++)
+            row[i] = i < rows ? normalised8(in, x + i * in->x_stride, k, scale[i]) : (v8f){0};
+        transpose8(row);
+        for (size_t i = 0; i < 8; i++)
+            store8(to + weight_order(k + i, in->K, in->dtype) * CPU_PANEL, row[i]);
+    }
+}
+
+const float *matmul_prepare(const struct input *in, struct member me) {
+    if (in->T <= CPU_DECODE_ROWS && in->T * in->K <= CPU_PRIVATE) {
+        for (size_t t = 0; t < in->T; t++)
+            prepare_row(in, in->x + t * in->x_stride, me.scratch + t * in->K);
+        return me.scratch;
+    }
+    if (in->T <= CPU_DECODE_ROWS) {
+        for (size_t t = me.index; t < in->T; t += me.count)
+            prepare_row(in, in->x + t * in->x_stride, in->shared + t * in->K);
+    } else {
+        for (size_t t = me.index * 8; t < in->T; t += me.count * 8)
+            prepare_half_panel(in, in->x + t * in->x_stride, in->T - t < 8 ? in->T - t : 8,
+                               in->shared + t / CPU_PANEL * CPU_PANEL * in->K + t % CPU_PANEL);
+    }
+    barrier(); /* all of x is prepared | products read it */
+    return in->shared;
+}
+
+/* ---- decode ---- */
+
+/* What the dot products of one call have in common. */
+struct dots {
+    size_t K, row, w_gap;   /* bytes of a row of W, and between the rows that go together */
+    size_t y_gap, y_stride; /* floats between their outputs, and between rows of y */
+    bool add;
+};
+
+/* y[m, r] (+)= w[r] . x[m] for R rows of W and M of x. Sums: R M chains of eight lanes, two a row
+ * where M is 1. */
+INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, enum dtype dtype,
+                 int R, int M) {
+    const size_t bytes = dtype == F32 ? 4 : 2, K = d->K, w_gap = d->w_gap;
+    const int chains = M == 1 ? 2 : 1;
+    v8f sum[9];
+    for (int i = 0; i < R * M * chains; i++) sum[i] = (v8f){0};
+    size_t k = 0;
+    for (; k + 16 <= K; k += 16)
+        for (int half = 0; half < 2; half++) {
+            v8f weight[4];
+            for (int r = 0; r < R; r++) {
+                const char *from = w + (size_t)r * w_gap + k * bytes;
+                if (half == 0) __builtin_prefetch(from + CPU_AHEAD);
+                weight[r] = weights8(from, dtype, half);
+            }
+            for (int m = 0; m < M; m++) {
+                const v8f in = load8_once(x + (size_t)m * K + k + half * 8);
+                for (int r = 0; r < R; r++)
+                    sum[(r * M + m) * chains + half % chains] += weight[r] * in;
+            }
+        }
+    if (k < K)
+        for (int r = 0; r < R; r++) {
+            const v8f weight = last_weights8(w + (size_t)r * w_gap + k * bytes, dtype);
+            for (int m = 0; m < M; m++)
+                sum[(r * M + m) * chains] += weight * load8(x + (size_t)m * K + k);
+        }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) {
+            float *to = y + (size_t)m * d->y_stride + (size_t)r * d->y_gap;
+            v8f all = sum[(r * M + m) * chains];
+            if (chains == 2) all += sum[(r * M + m) * chains + 1];
+            *to = (d->add ? *to : 0) + sum8(all);
+        }
+}
+
+/* A function of its own for every form, for n and the `count` - 1 rows of W after it: within a
+ * larger one the compilers run out of registers. */
+#define DOTS(dtype, R, M)                                                                          \
+    static void dots_##dtype##_##R##M(const struct dots *d, const char *w, const float *x,         \
+                                      float *y, size_t count) {                                    \
+        for (; count > 0; count--, w += d->row, y++) dots(d, w, x, y, dtype, R, M);                \
+    }
+#define FORMS(dtype)                                                                               \
+    DOTS(dtype, 1, 1)                                                                              \
+    DOTS(dtype, 1, 2)                                                                              \
+    DOTS(dtype, 1, 3)                                                                              \
+    DOTS(dtype, 3, 2)                                                                              \
+    DOTS(dtype, 3, 3)                                                                              \
+    DOTS(dtype, 4, 1)                                                                              \
+    DOTS(dtype, 4, 2)
+FORMS(F32)
+FORMS(BF16)
+
+/* [dtype][R][M] */
+typedef void dots_form(const struct dots *d, const char *w, const float *x, float *y, size_t count);
+#define TABLE(dtype)                                                                               \
+    {                                                                                              \
+        [1] = {0, dots_##dtype##_11, dots_##dtype##_12, dots_##dtype##_13},                        \
+        [3] = {0, 0, dots_##dtype##_32, dots_##dtype##_33}, [4] = {                                \
+            0,                                                                                     \
+            dots_##dtype##_41,                                                                     \
+            dots_##dtype##_42                                                                      \
+        }                                                                                          \
+    }
+static dots_form *const forms[DTYPES][5][4] = {[F32] = TABLE(F32), [BF16] = TABLE(BF16)};
+
+/* R rows of W at a time against all rows of x, which go in blocks of at most `most`, as even as
+ * possible: 7 are 3, 2 and 2. The first block brings some rows of W from memory, the others find
+ * them in L1. */
+static void dots_all(const struct input *in, const struct dots *d, const char *w, const float *x,
+                     float *y, size_t count, size_t R, size_t most) {
+    const size_t blocks = (in->T + most - 1) / most, fit = CPU_L1 / (R * d->row);
+    const size_t step = blocks == 1 ? count : fit > 0 ? fit : 1;
+    for (size_t n = 0; n < count; n += step) {
+        const size_t some = count - n < step ? count - n : step;
+        for (size_t t = 0, M, left = blocks; t < in->T; t += M, left--) {
+            M = (in->T - t + left - 1) / left;
+            forms[in->dtype][R][M](d, w + n * d->row, x + t * in->K, y + t * d->y_stride + n, some);
+        }
+    }
+}
+
+/* 4 rows of W with 1 or 2 of x, or 3 with 3: as many sums as 16 registers hold beside the operands.
+ * The rows of W that go together are as far apart as the range allows; those that are left over
+ * come last, one by one. */
+static void decode(const struct input *in, const float *x, const char *W, struct span own, float *y,
+                   size_t y_stride, bool add) {
+    const bool pairs = in->T <= 2 || in->T == 4;
+    const size_t R = pairs ? 4 : 3, most = pairs ? 2 : 3, row = in->K * dtype_size(in->dtype);
+    const size_t far = (own.last - own.first) / R, rest = own.first + far * R;
+    const struct dots d = {in->K, row, far * row, far, y_stride, add};
+    dots_all(in, &d, W + own.first * row, x, y + own.first, far, R, most);
+    dots_all(in, &d, W + rest * row, x, y + rest, own.last - rest, 1, most);
+}
+
+/* ---- prefill ---- */
+
+/* Converts depth weights of some rows into to[rows][CPU_TILE_DEPTH], in weight order. */
+INLINE void unpack(const char *w, size_t row, size_t rows, size_t depth, enum dtype dtype,
+                   float *to) {
+    const size_t bytes = dtype == F32 ? 4 : 2;
+    for (size_t i = 0; i < rows; i++, w += row, to += CPU_TILE_DEPTH) {
+        size_t k = 0;
+        for (; k + 16 <= depth; k += 16) {
+            store8(to + k, weights8(w + k * bytes, dtype, 0));
+            store8(to + k + 8, weights8(w + k * bytes, dtype, 1));
+        }
+        if (k < depth) store8(to + k, last_weights8(w + k * bytes, dtype));
+    }
+}
+
+/* Asks for the lines first..last of rows of W, which are `lines` lines long. */
+static void ask_for_weights(const char *w, size_t row, size_t lines, size_t first, size_t last) {
+    for (size_t i = first; i < last; i++)
+        __builtin_prefetch(w + i / lines * row + i % lines * CPU_LINE, 0, 2);
+}
+
+/* Asks for the tile of y that is about to be written: 24 floats of each row. */
+static void ask_for_outputs(const float *y, size_t y_stride, size_t tokens) {
+    for (size_t t = 0; t < tokens; t++, y += y_stride) {
+        __builtin_prefetch(y, 1);
+        __builtin_prefetch(y + CPU_LINE / sizeof *y, 1);
+    }
+}
+
+/* y[tokens, rows] (+)= the transpose of c[rows, 16]. */
+static void write_out(const float *c, size_t rows, size_t tokens, float *y, size_t y_stride,
+                      bool add) {
+    for (size_t half = 0; half < tokens; half += 8)
+        for (size_t n = 0; n < rows; n += 8) {
+            v8f r[8];
+            for (size_t i = 0; i < 8; i++) r[i] = load8(c + (n + i) * CPU_PANEL + half);
+            transpose8(r);
+            for (size_t t = 0; t < 8 && half + t < tokens; t++) {
+                float *to = y + (half + t) * y_stride + n;
+                if (n + 8 <= rows) {
+                    if (add) r[t] += load8(to);
+                    store8(to, r[t]);
+                    continue;
+                }
+                for (size_t i = 0; i < rows - n; i++) to[i] = (add ? to[i] : 0) + r[t][i];
+            }
+        }
+}
+
+/* Some rows of W, already in scratch, against all panels. Meanwhile the next rows of W are asked
+ * for, a part with each panel: all at once would wait for the memory's queues. */
+static void multiply_panels(const struct input *in, const float *panels, const float *weights,
+                            size_t rows, size_t depth, const char *next, float *y, size_t y_stride,
+                            bool add) {
+    const size_t bytes = in->dtype == F32 ? 4 : 2,
+                 lines = (depth * bytes + CPU_LINE - 1) / CPU_LINE;
+    const size_t count = (in->T + CPU_PANEL - 1) / CPU_PANEL;
+    float c[CPU_TILE_ROWS * CPU_PANEL];
+    for (size_t p = 0; p < count; p++) {
+        const size_t left = in->T - p * CPU_PANEL, tokens = left < CPU_PANEL ? left : CPU_PANEL;
+        float *to = y + p * CPU_PANEL * y_stride;
+        ask_for_weights(next, in->K * bytes, lines, rows * lines * p / count,
+                        rows * lines * (p + 1) / count);
+        ask_for_outputs(to, y_stride, tokens);
+        block_product(weights, CPU_TILE_DEPTH, panels + p * CPU_PANEL * in->K, CPU_PANEL, c,
+                      CPU_PANEL, rows, tokens <= 8 ? 8 : 16, depth, false);
+        write_out(c, rows, tokens, to, y_stride, add);
+    }
+}
+
+static void prefill(const struct input *in, const float *panels, const char *W, struct span own,
+                    float *y, size_t y_stride, bool add, struct member me) {
+    const size_t bytes = in->dtype == F32 ? 4 : 2, row = in->K * bytes;
+    const size_t parts = (in->K + CPU_TILE_DEPTH - 1) / CPU_TILE_DEPTH;
+    const size_t step =
+        (in->K / parts + 15) / 16 * 16; /* a multiple of 16 keeps the weight order */
+    for (size_t k = 0; k < in->K; k += step) {
+        const size_t depth = in->K - k < step ? in->K - k : step;
+        for (size_t n = own.first; n < own.last; n += CPU_TILE_ROWS) {
+            const size_t rows = own.last - n < CPU_TILE_ROWS ? own.last - n : CPU_TILE_ROWS;
+            const char *w = W + n * row + k * bytes;
+            if (in->dtype == F32)
+                unpack(w, row, rows, depth, F32, me.scratch);
+            else
+                unpack(w, row, rows, depth, BF16, me.scratch);
+            multiply_panels(in, panels + k * CPU_PANEL, me.scratch, rows, depth, w + rows * row,
+                            y + n, y_stride, add || k > 0);
+        }
+    }
+}
+
+void matmul(const struct input *in, const float *prepared, const void *W, struct span own, float *y,
+            size_t y_stride, bool add, struct member me) {
+    if (in->T <= CPU_DECODE_ROWS)
+        decode(in, prepared, W, own, y, y_stride, add);
+    else
+        prefill(in, prepared, W, own, y, y_stride, add, me);
+}

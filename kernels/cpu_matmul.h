@@ -1,0 +1,43 @@
+/* Matrix products of the CPU backend: y[T, N] = x[T, K] W[N, K]^T, or += that. All threads of a
+ * parallel region call the same functions with the same arguments; each owns some rows of W, that
+ * is columns of y. */
+#ifndef KERNELS_CPU_MATMUL_H
+#define KERNELS_CPU_MATMUL_H
+
+#include "model/config.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* One thread of a parallel region. */
+struct member {
+    size_t index, count;
+    float *scratch; /* [THREAD_FLOATS], its own */
+};
+
+struct span {
+    size_t first, last; /* first <= i < last */
+};
+
+/* The member's share of 0..count in units of `unit`; the last share takes what is left over. */
+struct span share(struct member me, size_t count, size_t unit);
+
+/* The input of a product, and the matrix's dtype. */
+struct input {
+    const float *x; /* [T, K], rows x_stride floats apart */
+    size_t x_stride, T, K;
+    const float *norm; /* [K]: RMSNorm with these weights comes first; NULL: x as it is */
+    float norm_eps;
+    enum dtype dtype; /* of W */
+    float *shared;    /* [T rounded up to 16, K], where the threads prepare x together */
+};
+
+/* Brings x into the form that matmul reads and returns it: the same address to all threads, or
+ * each thread its own copy. Waits until all of it is there. */
+const float *matmul_prepare(const struct input *in, struct member me);
+
+/* y[:, n] for the rows n of W in `own`; y is [T, N], rows y_stride floats apart. */
+void matmul(const struct input *in, const float *prepared, const void *W, struct span own, float *y,
+            size_t y_stride, bool add, struct member me);
+
+#endif

@@ -1,0 +1,140 @@
+/* The CPU backend's memory: what is free, the arena, and the weights read into it. */
+#define _GNU_SOURCE /* madvise */
+#include "kernels/cpu.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { HUGE_PAGE = 2 << 20, READ_BLOCK = 4 << 20, CGROUP_NAME = 4096 };
+static const char cgroups[] = "/sys/fs/cgroup";
+
+/* ---- how much is free ---- */
+
+/* The number after `name` (or at the start of the file where name is "") in a text file of the
+ * kernel's. false: no such file, no such name, no number ("max"). */
+static bool read_number(const char *path, const char *name, uint64_t *value) {
+    char line[256];
+    unsigned long long number = 0;
+    bool found = false;
+    FILE *f = fopen(path, "r");
+    while (f && !found && fgets(line, sizeof line, f))
+        found =
+            !strncmp(line, name, strlen(name)) && sscanf(line + strlen(name), "%llu", &number) == 1;
+    if (f) fclose(f);
+    *value = number;
+    return found;
+}
+
+/* What a cgroup may still take: its limit less what it holds, page cache not counted. UINT64_MAX:
+ * no limit. */
+static uint64_t cgroup_room(const char *cgroup) {
+    char path[CGROUP_NAME + 64];
+    uint64_t limit, used, inactive = 0, active = 0;
+    snprintf(path, sizeof path, "%s%s/memory.max", cgroups, cgroup);
+    if (!read_number(path, "", &limit)) return UINT64_MAX;
+    snprintf(path, sizeof path, "%s%s/memory.current", cgroups, cgroup);
+    if (!read_number(path, "", &used)) return UINT64_MAX;
+    snprintf(path, sizeof path, "%s%s/memory.stat", cgroups, cgroup);
+    read_number(path, "inactive_file ", &inactive);
+    read_number(path, "active_file ", &active);
+    used -= inactive + active < used ? inactive + active : used;
+    return limit > used ? limit - used : 0;
+}
+
+/* The least of what the machine has available and what the process's cgroups (version 2), from its
+ * own up to the root, leave. */
+size_t cpu_free_memory(const struct engine *e) {
+    (void)e;
+    char line[CGROUP_NAME] = "";
+    uint64_t least = UINT64_MAX, kib;
+    if (read_number("/proc/meminfo", "MemAvailable:", &kib)) least = kib * 1024;
+    FILE *f = fopen("/proc/self/cgroup", "r");
+    while (f && fgets(line, sizeof line, f) && strncmp(line, "0::/", 4) != 0) line[0] = 0;
+    if (f) fclose(f);
+    char *cgroup = line + strlen("0::");
+    if (strncmp(line, "0::/", 4) == 0)
+        for (cgroup[strcspn(cgroup, "\n")] = 0;; *strrchr(cgroup, '/') = 0) {
+            const uint64_t room = cgroup_room(cgroup);
+            if (room < least) least = room;
+            if (!strchr(cgroup, '/')) break;
+        }
+    return least < SIZE_MAX ? (size_t)least : SIZE_MAX;
+}
+
+/* ---- the arena ---- */
+
+/* One line: what is needed, what there is, and the context that would fit. */
+static int no_memory(const struct engine *e, size_t available, struct error *error) {
+    const struct plan *plan = &e->plan;
+    const int fits = plan_largest_context(e->config, plan->region[REGION_WEIGHTS].bytes,
+                                          plan->limits, available);
+    char advice[64] = "not even a context of 1 fits";
+    if (fits > 0) snprintf(advice, sizeof advice, "the longest context that fits is %d", fits);
+    return fail(error, EXIT_MEMORY,
+                "host memory: %zu MiB needed for a context of %d, %zu MiB free: %s",
+                (plan->bytes >> 20) + 1, plan->limits.context, available >> 20, advice);
+}
+
+int cpu_allocate(struct engine *e, struct error *error) {
+    const size_t available = cpu_free_memory(e);
+    if (e->plan.bytes > available) return no_memory(e, available, error);
+    const size_t bytes = (e->plan.bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    e->arena = aligned_alloc(HUGE_PAGE, bytes);
+    e->layer = calloc((size_t)e->config->layers, sizeof *e->layer);
+    if (!e->arena || !e->layer) return no_memory(e, available, error);
+    madvise(e->arena, bytes, MADV_HUGEPAGE); /* advice: 4 KB pages are right, too */
+    return 0;
+}
+
+void cpu_close(struct engine *e) {
+    free(e->arena);
+    free(e->layer);
+    e->arena = NULL;
+    e->layer = NULL;
+}
+
+/* ---- the weights ---- */
+
+/* The bytes between tensors, and after the last one, are zero: whatever else is in them came from a
+ * file that was changed. */
+static int check_gaps(const struct engine *e, const struct model_file *file, struct error *error) {
+    const char *weights = engine_region(e, REGION_WEIGHTS);
+    for (uint64_t i = 0; i < file->tensor_count; i++) {
+        const struct tensor *t = &file->tensors[i];
+        const uint64_t end = i + 1 < file->tensor_count ? file->tensors[i + 1].offset
+                                                        : file->file_bytes - file->head_bytes;
+        for (uint64_t at = t->offset + t->bytes; at < end; at++)
+            if (weights[at])
+                return fail(error, EXIT_BAD_FILE,
+                            "%s: byte %llu after tensor %s is 0x%02x, expected 0: the file is "
+                            "damaged, export it again",
+                            file->path, (unsigned long long)(file->head_bytes + at), t->name,
+                            (unsigned char)weights[at]);
+    }
+    return 0;
+}
+
+/* All threads read blocks of the file straight into the arena; that is also the first touch of its
+ * pages. The error of the lowest block is reported. */
+int cpu_upload(struct engine *e, const struct model_file *file, struct error *error) {
+    const size_t bytes = file->file_bytes - file->head_bytes;
+    const size_t blocks = (bytes + READ_BLOCK - 1) / READ_BLOCK;
+    char *weights = engine_region(e, REGION_WEIGHTS);
+    size_t failed = blocks;
+#pragma omp parallel for schedule(dynamic) num_threads(e->plan.limits.threads)
+    for (size_t i = 0; i < blocks; i++) {
+        const size_t from = i * READ_BLOCK, left = bytes - from;
+        struct error own;
+        if (model_read(file, weights + from, from, left < READ_BLOCK ? left : READ_BLOCK, &own)) {
+#pragma omp critical
+            if (i < failed) failed = i, *error = own;
+        }
+    }
+    if (failed < blocks) return error->code;
+    const int code = check_gaps(e, file, error);
+    return code ? code : engine_locate_weights(e, file->tensors, file->tensor_count, error);
+}

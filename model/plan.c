@@ -1,0 +1,76 @@
+#include "model/plan.h"
+
+#include "kernels/config.h"
+
+static const char *const region_names[REGIONS] = {
+    "weights", "keys",      "values",       "rows",   "RoPE",         "residual stream",
+    "qkv",     "attention", "feed-forward", "logits", "input panels", "thread buffers"};
+
+const char *region_name(enum region region) {
+    return region_names[region];
+}
+
+static uint64_t round_up(uint64_t n, uint64_t to) {
+    return (n + to - 1) / to * to;
+}
+static uint64_t max(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+/* Bytes of each region. No product can overflow: the limits of the config and of the context bound
+ * every factor (2^10 layers x 2^10 slots x 2^10 heads x 2^22 positions x 2^9 x 4 bytes < 2^64). */
+static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64_t weight_bytes,
+                         struct limits limits) {
+    const uint64_t width = (uint64_t)c->width, head_dim = (uint64_t)c->head_dim;
+    const uint64_t heads = (uint64_t)c->heads, kv_heads = (uint64_t)c->kv_heads;
+    const uint64_t ffn = (uint64_t)c->ffn, rows = (uint64_t)limits.chunk;
+    const uint64_t positions = (uint64_t)limits.context;
+    const uint64_t caches = (uint64_t)c->layers * (uint64_t)limits.slots * kv_heads;
+    const uint64_t widest = max(width, max(heads * head_dim, ffn));
+
+    bytes[REGION_WEIGHTS] = weight_bytes;
+    bytes[REGION_KEYS] = 4 * caches * round_up(positions, CPU_PANEL) * head_dim;
+    bytes[REGION_VALUES] = 4 * caches * positions * head_dim;
+    bytes[REGION_ROWS] = 12 * rows;
+    bytes[REGION_ROPE] = 4 * (uint64_t)c->rope_tables * rows * (uint64_t)c->rotary_dims;
+    bytes[REGION_X] = 4 * rows * width;
+    bytes[REGION_QKV] = 4 * rows * (heads + 2 * kv_heads) * head_dim;
+    bytes[REGION_A] = 4 * rows * heads * head_dim;
+    bytes[REGION_H] = 4 * rows * 2 * ffn;
+    bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
+    bytes[REGION_PANELS] = 4 * round_up(rows, CPU_PANEL) * widest;
+    bytes[REGION_THREADS] = 4 * (uint64_t)limits.threads * THREAD_FLOATS;
+}
+
+int plan_make(struct plan *plan, const struct config *config, uint64_t weight_bytes,
+              struct limits limits, struct error *error) {
+    uint64_t bytes[REGIONS], end = 0;
+    region_sizes(bytes, config, weight_bytes, limits);
+    plan->limits = limits;
+    for (int r = 0; r < REGIONS; r++) {
+        plan->region[r].offset = end;
+        plan->region[r].bytes = bytes[r];
+        if (bytes[r] > SIZE_MAX / 2 - PLAN_ALIGN || end > SIZE_MAX / 2)
+            return fail(error, EXIT_MEMORY,
+                        "the %s of this model do not fit in any memory: %llu bytes",
+                        region_names[r], (unsigned long long)bytes[r]);
+        end += round_up(bytes[r], PLAN_ALIGN);
+    }
+    plan->bytes = end;
+    return 0;
+}
+
+int plan_largest_context(const struct config *config, uint64_t weight_bytes, struct limits limits,
+                         size_t bytes) {
+    int fits = 0, too_long = limits.context + 1;
+    while (too_long - fits > 1) { /* the size grows with the context: bisection */
+        struct plan plan = {0};
+        struct error ignored = {0};
+        limits.context = fits + (too_long - fits) / 2;
+        if (plan_make(&plan, config, weight_bytes, limits, &ignored) || plan.bytes > bytes)
+            too_long = limits.context;
+        else
+            fits = limits.context;
+    }
+    return fits;
+}

@@ -1,0 +1,54 @@
+/* The memory plan: every size of a run, computed in one place before anything is allocated. All of
+ * it is one allocation, the arena; nothing is allocated while tokens are generated. */
+#ifndef MODEL_PLAN_H
+#define MODEL_PLAN_H
+
+#include "model/config.h"
+
+/* What a run needs beside the model itself. */
+struct limits {
+    int context;    /* positions of a slot */
+    int chunk;      /* rows of a step, at most */
+    int slots;      /* sequences side by side */
+    int classified; /* rows of a step that get logits, at most */
+    int threads;
+};
+
+enum region {
+    REGION_WEIGHTS, /* the tensors as they lie in the file */
+    REGION_KEYS, /* f32 [L, slots, G, S/16, D, 16], S rounded up to 16: 16 positions side by side */
+    REGION_VALUES,  /* f32 [L, slots, G, S, D] */
+    REGION_ROWS,    /* i32 [3, T]: token, slot, position */
+    REGION_ROPE,    /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
+    REGION_X,       /* f32 [T, C], the residual stream */
+    REGION_QKV,     /* f32 [T, (H + 2G) D] */
+    REGION_A,       /* f32 [T, H D], what attention found */
+    REGION_H,       /* f32 [T, 2F]: gate and up; the activation overwrites gate */
+    REGION_LOGITS,  /* f32 [classified, V] */
+    REGION_PANELS,  /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
+                       times the widest of C, H D and F */
+    REGION_THREADS, /* f32 [threads, THREAD_FLOATS], what a thread keeps to itself */
+    REGIONS
+};
+
+enum { PLAN_ALIGN = 256 };
+
+struct plan {
+    struct limits limits;
+    struct {
+        size_t offset, bytes; /* of the arena; offsets are multiples of PLAN_ALIGN */
+    } region[REGIONS];
+    size_t bytes; /* of the arena */
+};
+
+/* EXIT_MEMORY where a size does not fit in size_t. The limits are the caller's, each at least 1. */
+int plan_make(struct plan *plan, const struct config *config, uint64_t weight_bytes,
+              struct limits limits, struct error *error);
+
+/* The largest context (up to limits.context) whose plan is at most `bytes` long; 0: none. */
+int plan_largest_context(const struct config *config, uint64_t weight_bytes, struct limits limits,
+                         size_t bytes);
+
+const char *region_name(enum region region);
+
+#endif

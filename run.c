@@ -1,0 +1,399 @@
+/* roofline: runs a transformer language model from one file.
+ *
+ * Read from top to bottom, this is the path of a token: the forward pass, the machine made ready,
+ * the prompt turned into ids, the ids into logits, a logit into the next id, the id into text. The
+ * parts that it calls: model/ (what a model is), kernels/ (what it computes), tokenizer/, cli/. */
+#define _POSIX_C_SOURCE 200809L
+#include "cli/bench.h"
+#include "cli/info.h"
+#include "cli/options.h"
+#include "cli/output.h"
+#include "cli/prompt.h"
+#include "cli/seconds.h"
+#include "cli/threads.h"
+#include "kernels/ops.h"
+#include "model/file.h"
+#include "model/sampler.h"
+#include "tokenizer/tokenizer.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct run {
+    struct options options;
+    struct model_file file;
+    struct tokenizer *tokenizer; /* NULL: the model takes ids only */
+    struct ids prompt;
+    struct engine engine;
+    struct sampler sampler;
+    FILE *logits; /* --logits writes here */
+};
+
+/* ---- the forward pass ---- */
+
+/* One step: the rows set last go through every layer; the last rows.classified of them get logits.
+ * Weights stream through once, whatever the number of rows. */
+static void forward(struct engine *e, struct rows rows) {
+    const struct ops *ops = e->ops;
+    ops->embed(e, rows);
+    for (int l = 0; l < e->config->layers; l++) {
+        ops->qkv(e, l, rows);
+        ops->attend(e, l, rows);
+        ops->project(e, l, ATTENTION_OUT, rows);
+        ops->gate_up(e, l, rows);
+        ops->project(e, l, FEED_FORWARD_DOWN, rows);
+    }
+    if (rows.classified > 0) ops->classify(e, rows);
+}
+
+/* ---- signals ---- */
+
+/* A signal ends the run between two steps, so that the text so far is whole. */
+static volatile sig_atomic_t signalled;
+
+static void on_signal(int number) {
+    signalled = number;
+}
+
+static void catch_signals(void) {
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND};
+    sigaction(SIGINT, &action, NULL); /* the second one kills */
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGHUP, &action, NULL);
+    signal(SIGPIPE, SIG_IGN); /* a closed stdout is seen by write; a closed stderr is no matter */
+}
+
+/* The exit code of a run that a signal ended, as a shell counts. */
+static int interrupted(struct error *error) {
+    *error = (struct error){.code = 128 + signalled};
+    return error->code;
+}
+
+/* ---- threads ---- */
+
+/* At the end of each operator OpenMP's threads wait for one another by spinning, by default for
+ * milliseconds. Where another program needs the processor that is what the thread waited for cannot
+ * get: measured with one busy neighbour, 4 tokens/s instead of 60. libgomp and libomp read the
+ * bound from the environment when they are loaded, so the program sets it and starts itself again.
+ */
+static void bound_spinning(char **argv) {
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || getenv("KMP_BLOCKTIME")) return;
+    setenv("GOMP_SPINCOUNT", "1000", 1);
+    setenv("KMP_BLOCKTIME", "0", 1);
+    execv("/proc/self/exe", argv); /* where that fails, all is as it was */
+}
+
+/* ---- file and machine ---- */
+
+static int open_tokenizer(struct run *r, struct error *error) {
+    const int vocab = r->file.config.vocab;
+    if (r->options.tokenizer)
+        return tokenizer_open_file(&r->tokenizer, r->options.tokenizer, vocab, error);
+    if (!r->file.tokenizer) return 0;
+    int code =
+        tokenizer_open(&r->tokenizer, r->file.tokenizer, r->file.tokenizer_bytes, vocab, error);
+    if (!code) return 0;
+    struct error inner = *error;
+    return fail(error, code, "%s: tokenizer: %s", r->file.path, inner.text);
+}
+
+/* The positions to plan for: as asked, else the model's, cut to what fits into free memory. */
+static int choose_context(struct run *r, struct limits *limits, struct error *error) {
+    const struct config *c = &r->file.config;
+    if (limits->context > c->context)
+        note(&r->options, "context %d is longer than the %d that the model was made for",
+             limits->context, c->context);
+    if (limits->context > 0) return 0;
+    limits->context = c->context;
+    int fits = plan_largest_context(c, r->file.file_bytes - r->file.head_bytes, *limits,
+                                    r->engine.ops->free_memory(&r->engine));
+    if (fits < 1) return 0; /* allocate says what is missing */
+    if (fits < limits->context) {
+        note(&r->options, "context %d instead of %d: more does not fit in memory", fits,
+             limits->context);
+        limits->context = fits;
+    }
+    return (size_t)limits->context >= r->prompt.count
+               ? 0
+               : fail(error, EXIT_USAGE, "the prompt has %zu tokens, but only a context of %d fits",
+                      r->prompt.count, limits->context);
+}
+
+/* Device, plan, one allocation, weights. */
+static int start_engine(struct run *r, struct limits limits, struct error *error) {
+    struct engine *e = &r->engine;
+    const uint64_t weight_bytes = r->file.file_bytes - r->file.head_bytes;
+    e->config = &r->file.config;
+    e->ops = &cpu_ops;
+    e->plan.limits = limits;
+    int code = e->ops->open(e, error);
+    if (!code) code = choose_context(r, &limits, error);
+    if (code) return code;
+    if (limits.chunk > limits.context) limits.chunk = limits.context;
+    if (limits.classified > limits.chunk) limits.classified = limits.chunk;
+    code = plan_make(&e->plan, e->config, weight_bytes, limits, error);
+    if (!code) code = e->ops->allocate(e, error);
+    double start = seconds();
+    if (!code) code = e->ops->upload(e, &r->file, error);
+    if (code) return code;
+    if (!r->options.verbose) return 0;
+    double taken = seconds() - start;
+    note(&r->options, "%s; context %d, chunks of %d tokens", e->device, limits.context,
+         limits.chunk);
+    note(&r->options, "weights loaded in %.3f s, %.1f GB/s", taken,
+         (double)weight_bytes / taken * 1e-9);
+    for (int i = 0; i < REGIONS; i++)
+        note(&r->options, "  %-16s %10.2f MB", region_name((enum region)i),
+             (double)e->plan.region[i].bytes * 1e-6);
+    return 0;
+}
+
+static int choose_threads(const struct options *options) {
+    int threads = options->threads ? options->threads : default_threads(),
+        cores = allowed_processors();
+    if (threads <= cores) return threads;
+    note(options, "%d threads on %d processors would wait for one another: using %d", threads,
+         cores, cores);
+    return cores;
+}
+
+/* ---- the prompt through the model ---- */
+
+/* Runs the prompt in chunks; the last `classified` rows of each get logits, those of the last chunk
+ * alone where classified is 1. each (may be NULL) is called after every chunk. */
+static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, int, struct error *),
+                   struct error *error) {
+    struct engine *e = &r->engine;
+    const int total = (int)r->prompt.count, chunk = e->plan.limits.chunk;
+    for (int done = 0; done < total; done += chunk) {
+        if (signalled) return interrupted(error);
+        int count = total - done < chunk ? total - done : chunk;
+        bool last = done + count == total;
+        e->ops->set_rows(e, r->prompt.id + done, count, 0, done);
+        forward(e, (struct rows){count, classify_all ? count : last});
+        int code = each ? each(r, count, error) : 0;
+        if (code) return code;
+    }
+    return 0;
+}
+
+/* ---- generation ---- */
+
+static bool is_stop(const struct config *c, int32_t id) {
+    for (int i = 0; i < c->stop_count; i++)
+        if (c->stops[i] == id) return true;
+    return false;
+}
+
+/* Prints one id; EXIT_* where stdout fails. */
+static int print_id(struct run *r, struct decoder *decoder, struct output *output, int32_t id,
+                    struct error *error) {
+    char text[DECODER_ROOM];
+    if (!r->tokenizer) {
+        int bytes = snprintf(text, sizeof text, "%" PRId32 " ", id);
+        return output_text(output, text, (size_t)bytes, error);
+    }
+    size_t bytes = decoder_next(decoder, r->tokenizer, id, text);
+    return output_text(output, text, bytes, error);
+}
+
+static int print_prompt(struct run *r, struct decoder *decoder, struct output *output,
+                        struct error *error) {
+    for (size_t i = 0; i < r->prompt.count; i++) {
+        int code = print_id(r, decoder, output, r->prompt.id[i], error);
+        if (code) return code;
+    }
+    return 0;
+}
+
+/* Draws, prints, runs the new token, until one of the ends: n tokens, a stop token, a stop text, a
+ * full context, a signal. Returns the tokens drawn through *drawn. */
+static int answer(struct run *r, struct decoder *decoder, struct output *output, int *drawn,
+                  struct error *error) {
+    struct engine *e = &r->engine;
+    const struct options *o = &r->options;
+    int position = (int)r->prompt.count;
+    int32_t id = NO_ID;
+    for (*drawn = 0; o->tokens < 0 || *drawn < o->tokens; ++*drawn) {
+        if (signalled) return interrupted(error);
+        if (*drawn > 0) {
+            if (position == e->plan.limits.context) {
+                note(o, "\nthe context of %d positions is full; -c sets it", position);
+                return 0;
+            }
+            e->ops->set_rows(e, &id, 1, 0, position++);
+            forward(e, (struct rows){1, 1});
+        }
+        int code = e->ops->sample(e, (struct rows){1, 1}, &r->sampler, &id, error);
+        if (code) return code;
+        if (is_stop(e->config, id) && !o->ignore_eos) return 0;
+        sampler_accept(&r->sampler, id);
+        if ((code = print_id(r, decoder, output, id, error))) return code;
+        if (output->stopped) return 0;
+    }
+    return 0;
+}
+
+static void report_speed(const struct options *o, const char *what, int tokens, double taken) {
+    if (tokens > 0 && taken > 0)
+        note(o, "%s: %d tokens, %.1f tokens/s", what, tokens, tokens / taken);
+    else
+        note(o, "%s: %d tokens, n/a tokens/s", what, tokens);
+}
+
+static int generate(struct run *r, struct error *error) {
+    struct decoder decoder = {.started = !r->options.echo && r->prompt.count > 1};
+    struct output output;
+    int drawn = 0, code = 0;
+    output_open(&output, &r->options);
+    if (r->options.echo && (code = print_prompt(r, &decoder, &output, error))) return code;
+    double start = seconds();
+    if ((code = prefill(r, false, NULL, error))) return code;
+    double prompt_done = seconds();
+    for (size_t i = 0; i < r->prompt.count; i++) sampler_accept(&r->sampler, r->prompt.id[i]);
+    code = answer(r, &decoder, &output, &drawn, error);
+    double end = seconds();
+    if (code == 0 || code > 128) { /* done, or interrupted: the text so far is whole */
+        char text[DECODER_ROOM];
+        struct error ignored = {0};
+        struct error *later = code ? &ignored : error;
+        int ended = output_text(&output, text, decoder_end(&decoder, text), later);
+        if (!ended) ended = output_end(&output, later);
+        if (!code) code = ended;
+    }
+    if (code) return code;
+    report_speed(&r->options, "prompt", (int)r->prompt.count, prompt_done - start);
+    report_speed(&r->options, "answer", drawn, end - prompt_done);
+    return 0;
+}
+
+static int generation(struct run *r, struct error *error) {
+    struct sampling *sampling = &r->options.sampling;
+    int code = choose_seed(&sampling->seed, r->options.seed, error);
+    if (code) return code;
+    if (sampling->temperature > 0) note(&r->options, "seed %" PRIu64, sampling->seed);
+    code = sampler_open(&r->sampler, *sampling, r->file.config.vocab_used, error);
+    struct limits limits = {r->options.context, r->options.chunk, 1, 1,
+                            choose_threads(&r->options)};
+    if (!code) code = start_engine(r, limits, error);
+    if (!code) code = generate(r, error);
+    return code;
+}
+
+/* ---- the other things that run does ---- */
+
+static int write_logits(struct run *r, int rows, struct error *error) {
+    const size_t vocab = (size_t)r->file.config.vocab_used;
+    float *row = malloc(vocab * sizeof *row);
+    if (!row) return fail(error, EXIT_MEMORY, "host memory: none for a row of logits");
+    int code = 0;
+    for (int i = 0; i < rows && !code; i++) {
+        r->engine.ops->read_logits(&r->engine, i, row);
+        if (fwrite(row, sizeof *row, vocab, r->logits) != vocab)
+            code = fail(error, EXIT_INTERNAL, "%s: cannot be written: %s", r->options.logits,
+                        strerror(errno));
+    }
+    free(row);
+    return code;
+}
+
+/* --logits: every position of the prompt, teacher-forced. */
+static int logits(struct run *r, struct error *error) {
+    const int count = (int)r->prompt.count, chunk = r->options.chunk;
+    struct limits limits = {r->options.context ? r->options.context : count, chunk, 1, chunk,
+                            choose_threads(&r->options)};
+    int code = start_engine(r, limits, error);
+    if (code) return code;
+    r->logits = fopen(r->options.logits, "wb");
+    if (!r->logits)
+        return fail(error, EXIT_INTERNAL, "%s: cannot be opened: %s", r->options.logits,
+                    strerror(errno));
+    code = prefill(r, true, write_logits, error);
+    if (fclose(r->logits) && !code)
+        code = fail(error, EXIT_INTERNAL, "%s: cannot be written: %s", r->options.logits,
+                    strerror(errno));
+    return code;
+}
+
+static int print_tokens(const struct run *r, struct error *error) {
+    int code = 0;
+    for (size_t i = 0; i < r->prompt.count && !code; i++) {
+        char text[16];
+        int bytes = snprintf(text, sizeof text, "%s%" PRId32, i ? " " : "", r->prompt.id[i]);
+        code = output_raw(text, (size_t)bytes, error);
+    }
+    return code ? code : output_raw("\n", 1, error);
+}
+
+static int bench(struct run *r, struct error *error) {
+    struct bench_plan plan;
+    int code = bench_read(&plan, &r->options, error);
+    if (code) return code;
+    struct limits limits = {plan.context, r->options.chunk, 1, 1, choose_threads(&r->options)};
+    code = start_engine(r, limits, error);
+    if (!code) code = bench_run(&r->engine, &plan, &r->options, forward, &signalled, error);
+    return code && signalled ? interrupted(error) : code;
+}
+
+static int check(const struct run *r, struct error *error) {
+    int code = model_check(&r->file, error);
+    if (code) return code;
+    printf("%s: %" PRIu64 " tensors, %" PRIu64
+           " bytes: every checksum right, every value finite%s\n",
+           r->file.path, r->file.tensor_count, r->file.file_bytes,
+           r->tokenizer ? ", tokenizer sound" : "");
+    return 0;
+}
+
+/* ---- from the command line down ---- */
+
+static int run(struct run *r, struct error *error) {
+    const struct options *o = &r->options;
+    int code = model_open(&r->file, o->model, error);
+    if (!code) code = open_tokenizer(r, error);
+    if (code) return code;
+    if (o->info) {
+        struct limits limits = {1, o->chunk, 1, 1, choose_threads(o)};
+        info_print(&r->file, r->tokenizer, limits);
+        return 0;
+    }
+    if (o->check) return check(r, error);
+    if ((code = config_supported(&r->file.config, error))) {
+        struct error inner = *error;
+        return fail(error, code, "%s: %s", r->file.path, inner.text);
+    }
+    if (o->bench) return bench(r, error);
+    if ((code = prompt_ids(&r->prompt, o, &r->file.config, r->tokenizer, error))) return code;
+    if (o->tokenize) return print_tokens(r, error);
+    return o->logits ? logits(r, error) : generation(r, error);
+}
+
+int main(int argc, char **argv) {
+    static struct run r; /* all of it zero; the config alone is 8 KB */
+    struct error error = {0};
+    bound_spinning(argv);
+    catch_signals();
+    int code = options_parse(&r.options, argc, argv, &error);
+    if (!code && r.options.help)
+        options_help();
+    else if (!code && r.options.version)
+        options_version();
+    else if (!code)
+        code = run(&r, &error);
+    if (!code && (fflush(stdout) || ferror(stdout)))
+        code = errno == EPIPE || errno == EBADF
+                   ? EXIT_CLOSED_PIPE
+                   : fail(&error, EXIT_INTERNAL, "stdout: cannot be written: %s", strerror(errno));
+    if (error.text[0]) fprintf(stderr, "run: %s\n", error.text);
+    sampler_close(&r.sampler);
+    if (r.engine.ops) r.engine.ops->close(&r.engine);
+    tokenizer_close(r.tokenizer);
+    free(r.prompt.id);
+    model_close(&r.file);
+    return code;
+}

@@ -1,0 +1,57 @@
+"""How the tests start ./run, and where the models are."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = os.environ.get("ROOFLINE_RUN", str(ROOT / "run"))
+SMOLLM2 = {
+    "bf16": ROOT / "weights/SmolLM2-135M-Instruct.bin",
+    "f32": ROOT / "weights/SmolLM2-135M-Instruct-f32.bin",
+}
+# A sanitised build is some ten times slower.
+TIMEOUT = 600
+
+
+def run(*arguments, text=None, **options):
+    """Runs ./run; stdout and stderr as bytes. text (bytes) goes to standard input."""
+    command = [RUN, *map(str, arguments)]
+    return subprocess.run(
+        command, input=text, capture_output=True, timeout=TIMEOUT, check=False, **options
+    )
+
+
+def answer(*arguments, **options):
+    """stdout of a run that must succeed."""
+    done = run(*arguments, **options)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    return done.stdout
+
+
+def refusal(code, *arguments, **options):
+    """The one line of a run that must fail with this exit code and print nothing else."""
+    done = run("--quiet", *arguments, **options)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert done.stdout == b""
+    lines = done.stderr.decode(errors="replace").splitlines()
+    assert len(lines) == 1 and lines[0].startswith("run: "), lines
+    return lines[0]
+
+
+def model(dtype):
+    """SmolLM2-135M-Instruct, exported by `make test`; skips where it is absent."""
+    path = SMOLLM2[dtype]
+    if not path.exists():
+        pytest.skip(f"{path} is absent: make demo makes it")
+    return path
+
+
+def logits(path, ids, vocab, folder, *arguments):
+    """Teacher-forced logits [T, vocab] of ids."""
+    target = Path(folder) / "logits.f32"
+    answer(path, "--ids", " ".join(map(str, ids)), "--logits", target, *arguments)
+    return np.fromfile(target, dtype="<f4").reshape(len(ids), vocab)

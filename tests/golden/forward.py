@@ -1,0 +1,81 @@
+"""The Llama forward pass in plain numpy: the oracle that owes nothing to transformers.
+
+Tensors have Hugging Face names and layout: [out, in] matrices, q and k rows in half-split order.
+Letters: T positions, H heads, K kv heads, D head_dim, V vocabulary.
+"""
+
+import math
+
+import numpy as np
+
+
+def unpermute(rows, heads):
+    """Interleaved q or k rows, pairs (2i, 2i+1) per head, in half-split order, (i, i + D/2)."""
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def inverse_frequencies(config):
+    """[D/2], with llama3 scaling where the config asks for it."""
+    rope = config["rope_parameters"]
+    dim = config["head_dim"]
+    freq = rope["rope_theta"] ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope["rope_type"] == "default":
+        return freq
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope_type {rope['rope_type']}, expected default or llama3")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return keep * freq + (1 - keep) * freq / rope["factor"]
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotate(x, cos, sin):
+    """Half-split rope of x [T, heads, D]; cos and sin are [T, 1, D/2]."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attention(q, k, v):
+    """Causal attention of q [T, H, D] over k, v [T, K, D]; returns [T, H * D]."""
+    positions, heads, dim = q.shape
+    group = heads // k.shape[1]
+    hidden = np.triu(np.ones((positions, positions), bool), 1)
+    out = np.empty_like(q)
+    for h in range(heads):
+        scores = q[:, h] @ k[:, h // group].T / math.sqrt(dim)
+        scores[hidden] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h // group]
+    return out.reshape(positions, heads * dim)
+
+
+def logits(config, weights, ids, dtype=np.float64):
+    """[T, V] logits of the token ids [T], everything computed in dtype."""
+
+    def w(name):
+        return weights[name].astype(dtype)
+
+    eps, dim = config["rms_norm_eps"], config["head_dim"]
+    angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config)
+    cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+    x = w("model.embed_tokens.weight")[ids]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        h = rms_norm(x, w(at + "input_layernorm.weight"), eps)
+        q, k, v = (
+            (h @ w(f"{at}self_attn.{name}_proj.weight").T).reshape(len(ids), -1, dim)
+            for name in "qkv"
+        )
+        h = attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        x = x + h @ w(at + "self_attn.o_proj.weight").T
+        h = rms_norm(x, w(at + "post_attention_layernorm.weight"), eps)
+        gate = h @ w(at + "mlp.gate_proj.weight").T
+        h = gate / (1 + np.exp(-gate)) * (h @ w(at + "mlp.up_proj.weight").T)
+        x = x + h @ w(at + "mlp.down_proj.weight").T
+    tied = config["tie_word_embeddings"]
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return rms_norm(x, w("model.norm.weight"), eps) @ w(head).T

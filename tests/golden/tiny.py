@@ -1,0 +1,108 @@
+"""A tiny random Llama whose weights every test can make again, bit for bit, with numpy alone.
+
+Its shape is awkward on purpose: heads * head_dim (128) is not the hidden size (64), four query
+heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling keeps
+2 of the 8 frequencies, blends 2 and divides 4.
+
+A value is k / 2^15 * range, k a 16-bit signed integer from a hash of the tensor's name and of the
+element's index, range a power of two: exact in float32, and mostly not in bfloat16 or float16.
+"""
+
+import numpy as np
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 64, 176, 3, 331
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
+
+# What transformers 5 writes as config.json.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "initializer_range": 0.02,
+    "intermediate_size": INTERMEDIATE,
+    "max_position_embeddings": 512,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
+    "pad_token_id": None,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 200.0,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "5.24.0",
+    "use_cache": True,
+    "vocab_size": VOCAB,
+}
+
+LAYER_SHAPES = {
+    "input_layernorm.weight": (HIDDEN,),
+    "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+    "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+    "post_attention_layernorm.weight": (HIDDEN,),
+    "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+}
+
+
+def shapes():
+    """Every tensor's Hugging Face name and shape, in file order."""
+    result = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(LAYERS):
+        for name, shape in LAYER_SHAPES.items():
+            result[f"model.layers.{layer}.{name}"] = shape
+    result["model.norm.weight"] = (HIDDEN,)
+    result["lm_head.weight"] = (VOCAB, HIDDEN)
+    return result
+
+
+def hashed(name, count):
+    """count uint64: FNV-1a of the name, then splitmix64's finaliser at each index."""
+    seed = 0xCBF29CE484222325
+    for byte in name.encode():
+        seed = (seed ^ byte) * 0x100000001B3 % 2**64
+    z = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform(name, shape):
+    """float32 in [-1, 1), multiples of 2^-15."""
+    bits = hashed(name, int(np.prod(shape))) >> np.uint64(48)
+    return ((bits.astype(np.float32) - 32768) / 32768).reshape(shape)
+
+
+def tensor(name, shape):
+    """Norms lie in [0.75, 1.25), the embedding in [-1, 1), matrices in [-0.25, 0.25)."""
+    values = uniform(name, shape)
+    if len(shape) == 1:
+        return 1 + values / 4
+    return values if "embed_tokens" in name else values / 4
+
+
+def tensors():
+    """All weights: Hugging Face name -> float32 array, in file order."""
+    return {name: tensor(name, shape) for name, shape in shapes().items()}
+
+
+def ids(count):
+    """count token ids in [0, VOCAB), int32."""
+    return (hashed("ids", count) % np.uint64(VOCAB)).astype(np.int32)

@@ -1,0 +1,112 @@
+/* An engine with a random model, for tests and benchmarks of the kernels: no file, any shape. The
+ * arena is poisoned with NaN wherever no weight lies, and its regions are PLAN_GUARD bytes apart.
+ */
+#ifndef TESTS_RANDOM_ENGINE_H
+#define TESTS_RANDOM_ENGINE_H
+
+#include "kernels/ops.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { PLAN_GUARD = 4096, POISON = 0xff /* of every byte: a NaN in f32 and in bf16 */ };
+
+struct shape {
+    int C, L, H, G, D, F, V;
+};
+
+struct random_engine {
+    struct config config;
+    struct engine engine;
+    uint64_t state;
+    size_t arena_bytes;
+};
+
+/* Uniform in -1..1. */
+static inline float random_float(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (float)((int)(*state >> 40) - (1 << 23)) / (float)(1 << 23);
+}
+
+static inline void random_weights(uint64_t *state, void *to, enum dtype dtype, size_t count,
+                                  float scale) {
+    for (size_t i = 0; i < count; i++) {
+        const float value = random_float(state) * scale;
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        bits >>= dtype == BF16 ? 16 : 0; /* bf16 is the upper half */
+        memcpy((char *)to + i * dtype_size(dtype), &bits, dtype_size(dtype));
+    }
+}
+
+static inline struct config random_config(struct shape s, enum dtype dtype) {
+    struct config c = {.name = "random",
+                       .width = s.C,
+                       .layers = s.L,
+                       .heads = s.H,
+                       .kv_heads = s.G,
+                       .head_dim = s.D,
+                       .ffn = s.F,
+                       .vocab = s.V,
+                       .vocab_used = s.V,
+                       .context = 4096,
+                       .weight_dtype = dtype,
+                       .norm_eps = 1e-5f,
+                       .gated = 1,
+                       .rotary_dims = s.D,
+                       .rope_tables = 1,
+                       .rope_scale = 1,
+                       .embed_scale = 1,
+                       .tied = 1};
+    c.attention_scale = 1.0f / (float)s.D * 3; /* not too flat a softmax */
+    return c;
+}
+
+/* Matrices of about unit gain, norms around 1, inverse frequencies from 1 down. */
+static inline void random_tensor(struct random_engine *r, const struct tensor *t) {
+    void *to = (char *)engine_region(&r->engine, REGION_WEIGHTS) + t->offset;
+    size_t count = t->bytes / dtype_size(t->dtype);
+    if (!strcmp(t->name, "rope")) {
+        for (size_t i = 0; i < count; i++) ((float *)to)[i] = 1.0f / (float)(1 + 3 * i);
+    } else if (t->dims == 1 || strstr(t->name, "norm")) {
+        for (size_t i = 0; i < count; i++) ((float *)to)[i] = 1 + 0.3f * random_float(&r->state);
+    } else {
+        float scale = 1;
+        while (strcmp(t->name, "embed") != 0 && scale * scale * (float)t->shape[1] > 3)
+            scale *= 0.7f;
+        random_weights(&r->state, to, t->dtype, count, scale);
+    }
+}
+
+/* The regions apart, everything poisoned, then the weights. */
+static inline void random_engine_open(struct random_engine *r, struct config config,
+                                      struct limits limits) {
+    struct error error;
+    uint64_t bytes;
+    struct tensor *tensors = malloc(MAX_TENSORS * sizeof *tensors);
+    *r = (struct random_engine){.config = config, .state = 1};
+    struct engine *e = &r->engine;
+    e->config = &r->config;
+    e->ops = &cpu_ops;
+    const int count = tensors ? config_tensors(&config, tensors, &bytes) : -1;
+    if (count < 0 || plan_make(&e->plan, &config, bytes, limits, &error)) abort();
+    for (int i = 0; i < REGIONS; i++) e->plan.region[i].offset += (size_t)(i + 1) * PLAN_GUARD;
+    r->arena_bytes = e->plan.bytes + (REGIONS + 1) * PLAN_GUARD;
+    e->plan.bytes = r->arena_bytes;
+    e->ops->open(e, &error);
+    if (e->ops->allocate(e, &error)) {
+        fprintf(stderr, "%s\n", error.text);
+        abort();
+    }
+    memset(e->arena, POISON, r->arena_bytes);
+    for (int i = 0; i < count; i++) random_tensor(r, &tensors[i]);
+    if (engine_locate_weights(e, tensors, (uint64_t)count, &error)) abort();
+    free(tensors);
+}
+
+static inline void random_engine_close(struct random_engine *r) {
+    r->engine.ops->close(&r->engine);
+}
+
+#endif

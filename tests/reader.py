@@ -1,0 +1,170 @@
+"""Reads model.bin from model/format.md alone, and runs it in float64: the exporter's oracle, which
+shares no code with it."""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+FIELDS = (
+    ("name", "64s"), ("width", "I"), ("layers", "I"), ("heads", "I"), ("kv_heads", "I"),
+    ("head_dim", "I"), ("ffn", "I"), ("vocab", "I"), ("vocab_used", "I"), ("context", "I"),
+    ("weight_dtype", "I"), ("norm", "I"), ("norm_placement", "I"), ("norm_eps", "f"),
+    ("qkv_bias", "I"), ("out_bias", "I"), ("ffn_bias", "I"), ("qk_norm", "I"), ("gated", "I"),
+    ("activation", "I"), ("learned_positions", "I"), ("rotary_dims", "I"), ("rope_tables", "I"),
+    ("rope_scale", "f"), ("attention_scale", "f"), ("attention_cap", "f"), ("final_cap", "f"),
+    ("embed_scale", "f"), ("tied", "I"), ("experts", "I"), ("experts_used", "I"),
+    ("experts_renormalised", "I"), ("bos", "I"), ("add_bos", "I"), ("pad", "I"), ("unk", "I"),
+    ("stop_count", "I"), ("stops", "64s"), ("chat_shape", "I"),
+)  # fmt: skip
+NO_ID = 0xFFFFFFFF
+
+
+@dataclass
+class ModelFile:
+    config: dict
+    tokenizer: bytes
+    tensors: dict[str, np.ndarray]  # float32, whatever the file has
+    raw: dict[str, bytes]
+
+
+def read_config(data: bytes) -> dict:
+    layout = "<" + "".join(kind for _, kind in FIELDS)
+    names = [name for name, _ in FIELDS]
+    config = dict(zip(names, struct.unpack_from(layout, data), strict=True))
+    assert not any(data[struct.calcsize(layout) :])
+    assert config["name"].endswith(b"\0")
+    config["name"] = config["name"].rstrip(b"\0").decode()
+    stops = struct.unpack("<16I", config["stops"])
+    config["stops"] = list(stops[: config["stop_count"]])
+    assert all(stop == NO_ID for stop in stops[config["stop_count"] :])
+    return config
+
+
+def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor, in order."""
+    width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
+    query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
+    tensors = [
+        ("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2)),
+        ("embed", dtype, (c["vocab"], width)),
+    ]
+    for layer in range(c["layers"]):
+        at = f"layers.{layer}."
+        tensors += [
+            (at + "norm_attention", 0, (width,)),
+            (at + "qkv", dtype, (query + 2 * key, width)),
+            (at + "out", dtype, (width, query)),
+            (at + "norm_ffn", 0, (width,)),
+            (at + "gate_up", dtype, (2 * ffn, width)),
+            (at + "down", dtype, (width, ffn)),
+        ]
+    tensors.append(("norm_final", 0, (width,)))
+    return tensors if c["tied"] else [*tensors, ("classifier", dtype, (c["vocab"], width))]
+
+
+def read(path: Path) -> ModelFile:
+    """The whole file, each rule of format.md asserted on the way."""
+    data = path.read_bytes()
+    magic, version, order, file_bytes, head_bytes, tokenizer_bytes, count, checksum = (
+        struct.unpack_from("<8s2I5Q", data)
+    )
+    assert (magic, version, order) == (b"ROOFLINE", 1, 0x01020304)
+    assert file_bytes == len(data) and file_bytes % 256 == 0 and head_bytes % 256 == 0
+    assert not any(data[56:64])
+    head = data[:48] + bytes(8) + data[56:head_bytes]
+    assert xxhash.xxh64_intdigest(head) == checksum
+
+    config = read_config(data[64:512])
+    at = 512 + 16 * config["layers"]
+    assert data[512:at] == bytes(16 * config["layers"])  # no window, RoPE table 0
+    tokenizer = data[at : at + tokenizer_bytes]
+    table = at + (tokenizer_bytes + 7) // 8 * 8
+    assert not any(data[at + tokenizer_bytes : table])
+    assert not any(data[table + 128 * count : head_bytes])
+
+    expected = expected_tensors(config)
+    assert len(expected) == count
+    tensors, raw, end = {}, {}, head_bytes
+    for index, (name, dtype, shape) in enumerate(expected):
+        entry = struct.unpack_from("<64s2I4Q3Q", data, table + 128 * index)
+        size = int(np.prod(shape)) * (2 if dtype else 4)
+        offset = (end + 255) // 256 * 256
+        full = (*shape, 0, 0, 0)[:4]
+        assert entry[0].rstrip(b"\0").decode() == name
+        assert entry[1:9] == (dtype, len(shape), *full, offset, size), name
+        assert not any(data[end:offset])
+        end = offset + size
+        raw[name] = data[offset:end]
+        assert xxhash.xxh64_intdigest(raw[name]) == entry[9], name
+        values = np.frombuffer(raw[name], "<u2" if dtype else "<f4")
+        if dtype:
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        assert np.isfinite(values).all()
+        tensors[name] = values.reshape(shape)
+    assert len(data) == (end + 255) // 256 * 256 and not any(data[end:])
+    return ModelFile(config, tokenizer, tensors, raw)
+
+
+def forward(model: ModelFile, ids) -> np.ndarray:
+    """Logits [T, V] in float64, as format.md describes the block."""
+    c = model.config
+    heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
+    count = len(ids)
+    weights = {name: tensor.astype(np.float64) for name, tensor in model.tensors.items()}
+    angle = np.arange(count)[:, None, None] * weights["rope"][0]
+    cos, sin = np.cos(angle), np.sin(angle)
+    future = np.triu(np.full((count, count), -np.inf), 1)
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+
+    def rotate(x):
+        first, second = x[..., : size // 2], x[..., size // 2 :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = weights["embed"][ids]
+    for layer in range(c["layers"]):
+        at = f"layers.{layer}."
+        qkv = norm(x, at + "norm_attention") @ weights[at + "qkv"].T
+        qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
+        q, k = rotate(qkv[:, :heads]), rotate(qkv[:, heads : heads + kv_heads])
+        v = qkv[:, heads + kv_heads :]
+        k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + future
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
+        x = x + mixed @ weights[at + "out"].T
+        gate, up = np.split(norm(x, at + "norm_ffn") @ weights[at + "gate_up"].T, 2, axis=-1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[at + "down"].T
+    return norm(x, "norm_final") @ weights["embed" if c["tied"] else "classifier"].T
+
+
+def read_section(data: bytes) -> dict:
+    """The tokenizer section, taken apart."""
+    kind, pattern, flags, pieces, added, system, model = struct.unpack_from("<6IQ", data)
+    at = 32
+
+    def take(size):
+        nonlocal at
+        at += size
+        assert at <= len(data)
+        return data[at - size : at]
+
+    lengths = struct.unpack(f"<{pieces}I", take(4 * pieces))
+    entries = [struct.unpack("<3I", take(12)) for _ in range(added)]
+    section = {
+        "kind": kind,
+        "pattern": pattern,
+        "flags": flags,
+        "pieces": [take(length & 0x7FFFFFFF) for length in lengths],
+        "unmergeable": [i for i, length in enumerate(lengths) if length >> 31],
+        "added": [(token, flags, take(length)) for token, flags, length in entries],
+        "model": take(model),
+        "system": take(system).decode(),
+    }
+    assert at == len(data)
+    return section

@@ -1,0 +1,133 @@
+/* The operators as plain loops, in fp64 and at the same time in fp32: the first is what is right,
+ * the difference between them is how much a plain fp32 computation errs, and a kernel may err at
+ * most twice as much. */
+#ifndef TESTS_REFERENCE_H
+#define TESTS_REFERENCE_H
+
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct both {
+    double exact;
+    float plain;
+};
+
+static inline struct both *both_new(size_t count) {
+    struct both *b = calloc(count ? count : 1, sizeof *b);
+    if (!b) abort();
+    return b;
+}
+
+static inline struct both *both_from(const float *values, size_t count) {
+    struct both *b = both_new(count);
+    for (size_t i = 0; i < count; i++) b[i] = (struct both){values[i], values[i]};
+    return b;
+}
+
+static inline float weight_at(const void *w, enum dtype dtype, size_t i) {
+    uint32_t bits = 0;
+    float value;
+    memcpy((char *)&bits + (dtype == BF16 ? 2 : 0), (const char *)w + i * dtype_size(dtype),
+           dtype_size(dtype));
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* y = x / sqrt(mean x^2 + eps) * w, each of T rows of K. */
+static inline void reference_norm(struct both *y, const struct both *x, const float *w, float eps,
+                                  size_t T, size_t K) {
+    for (size_t t = 0; t < T; t++, x += K, y += K) {
+        struct both sum = {0, 0};
+        for (size_t k = 0; k < K; k++) {
+            sum.exact += x[k].exact * x[k].exact;
+            sum.plain += x[k].plain * x[k].plain;
+        }
+        sum.exact = 1 / sqrt(sum.exact / (double)K + (double)eps);
+        sum.plain = 1 / sqrtf(sum.plain / (float)K + eps);
+        for (size_t k = 0; k < K; k++)
+            y[k] =
+                (struct both){x[k].exact * sum.exact * (double)w[k], x[k].plain * sum.plain * w[k]};
+    }
+}
+
+/* y[T, N] += x[T, K] W[N, K]^T. */
+static inline void reference_product(struct both *y, const struct both *x, const void *W,
+                                     enum dtype dtype, size_t T, size_t N, size_t K) {
+    float *row = malloc(K * sizeof *row);
+    if (!row) abort();
+    for (size_t n = 0; n < N; n++) {
+        for (size_t k = 0; k < K; k++) row[k] = weight_at(W, dtype, n * K + k);
+        for (size_t t = 0; t < T; t++) {
+            struct both sum = {0, 0};
+            for (size_t k = 0; k < K; k++) {
+                sum.exact += x[t * K + k].exact * (double)row[k];
+                sum.plain += x[t * K + k].plain * row[k];
+            }
+            y[t * N + n].exact += sum.exact;
+            y[t * N + n].plain += sum.plain;
+        }
+    }
+    free(row);
+}
+
+/* h[T, F] = silu(gate) up of gate_up[T, gate F | up F]. */
+static inline void reference_swiglu(struct both *h, const struct both *gate_up, size_t T,
+                                    size_t F) {
+    for (size_t t = 0; t < T; t++)
+        for (size_t f = 0; f < F; f++) {
+            struct both g = gate_up[t * 2 * F + f], u = gate_up[t * 2 * F + F + f];
+            h[t * F + f] = (struct both){g.exact / (1 + exp(-g.exact)) * u.exact,
+                                         g.plain / (1 + expf(-g.plain)) * u.plain};
+        }
+}
+
+/* RoPE of one head: the angle is rounded to f32 as it is in the model. */
+static inline void reference_rope(struct both *x, const float *frequency, int position, size_t half,
+                                  float scale) {
+    for (size_t i = 0; i < half; i++) {
+        const float angle = (float)position * frequency[i];
+        const struct both a = x[i], b = x[half + i];
+        const struct both c = {cos((double)angle) * (double)scale, cosf(angle) * scale};
+        const struct both s = {sin((double)angle) * (double)scale, sinf(angle) * scale};
+        x[i] = (struct both){a.exact * c.exact - b.exact * s.exact,
+                             a.plain * c.plain - b.plain * s.plain};
+        x[half + i] = (struct both){b.exact * c.exact + a.exact * s.exact,
+                                    b.plain * c.plain + a.plain * s.plain};
+    }
+}
+
+/* out[D] = softmax(scale q . k) v over `count` positions. */
+static inline void reference_attend(struct both *out, const struct both *q, const struct both *k,
+                                    const struct both *v, size_t count, size_t D, float scale) {
+    struct both *score = both_new(count), top = {-INFINITY, -INFINITY}, sum = {0, 0};
+    for (size_t s = 0; s < count; s++) {
+        for (size_t d = 0; d < D; d++) {
+            score[s].exact += q[d].exact * k[s * D + d].exact;
+            score[s].plain += q[d].plain * k[s * D + d].plain;
+        }
+        score[s].exact *= (double)scale;
+        score[s].plain *= scale;
+        top.exact = fmax(top.exact, score[s].exact);
+        top.plain = fmaxf(top.plain, score[s].plain);
+    }
+    for (size_t s = 0; s < count; s++) {
+        score[s].exact = exp(score[s].exact - top.exact);
+        score[s].plain = expf(score[s].plain - top.plain);
+        sum.exact += score[s].exact;
+        sum.plain += score[s].plain;
+    }
+    for (size_t d = 0; d < D; d++) {
+        struct both o = {0, 0};
+        for (size_t s = 0; s < count; s++) {
+            o.exact += score[s].exact * v[s * D + d].exact;
+            o.plain += score[s].plain * v[s * D + d].plain;
+        }
+        out[d] = (struct both){o.exact / sum.exact, o.plain / sum.plain};
+    }
+    free(score);
+}
+
+#endif

@@ -1,0 +1,533 @@
+"""The exporter's refusals: one line, exit code 2, nothing written; and a target that is complete or
+absent whatever stops the exporter."""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import stat
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import writers
+from golden import tiny
+from tokenizer_data import DATA, need
+from tqdm import tqdm
+
+from export.__main__ import catch_signals, main
+
+# What the tests fork does nothing with the parent's threads, which are numpy's and tqdm's.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+STORIES = DATA / "llama2c" / "stories260K.bin"
+EMBED, Q0 = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def refused(capsys, source: Path, target: Path, pattern: str, *options) -> None:
+    """One line that matches the pattern, and the target's folder as it was."""
+    folder = target.parent
+    before = sorted(folder.iterdir()) if folder.is_dir() else None
+    capsys.readouterr()
+    assert main([str(source), "-o", str(target), *map(str, options)]) == 2
+    _, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("export: error: "), err
+    assert re.search(pattern, lines[0]), lines[0]
+    assert before == (sorted(folder.iterdir()) if folder.is_dir() else None)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return tiny.tensors()
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "model.bin"
+
+
+# ---- configs ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM.*known: LlamaForCausalLM, Mis"),
+        ({"architectures": None, "model_type": "gpt2"}, "gpt2 is not supported; known"),
+        ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
+        ({"architectures": [["x"]]}, "config.json"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"mlp_bias": 3}, "mlp_bias: expected true or false, found 3"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected silu, found 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
+        ({"hidden_size": 60, "head_dim": 16}, "width 60 is not a multiple of 8"),
+        ({"hidden_size": 100, "head_dim": None}, "hidden_size 100 is not a multiple of 8 heads"),
+        ({"head_dim": 12}, "head size 12 is not a multiple of 8"),
+        ({"head_dim": 520}, "head size 520 is not in 1 to 512"),
+        ({"num_key_value_heads": 3}, "8 heads are not a multiple of 3"),
+        ({"num_hidden_layers": 1025}, "layers 1025 is not in 1 to 1024"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number above 0, found 0"),
+        ({"hidden_size": "64"}, "hidden_size: expected a whole number above 0, found '64'"),
+        ({"hidden_size": True}, "hidden_size: expected a whole number"),
+        ({"vocab_size": 1 << 21}, "vocabulary 2097152 is not in 1 to 1048576"),
+        ({"max_position_embeddings": 1 << 23}, "context 8388608 is not in"),
+        ({"rms_norm_eps": 0}, "norm epsilon 0.0 is not in"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps: expected a number, found 'x'"),
+        ({"bos_token_id": 331}, "bos id 331 is not in 0 to 330"),
+        ({"eos_token_id": [2, 999]}, "eos id 999 is not in 0 to 330"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id"),
+        ({"eos_token_id": list(range(17))}, "17 eos ids, at most 16"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported; known",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic' is not supp"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of RoPE param"),
+        ({"rope_parameters": [1]}, "one set of RoPE param"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor: expected a number, found None"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "theta 0.5 is not in 1 to 1e9"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        (
+            {"rope_parameters": tiny.CONFIG["rope_parameters"] | {"low_freq_factor": 4.0}},
+            "llama3 RoPE scaling .* makes no sense",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 256},
+            "sliding window attention is not supported yet .*256.*512",
+        ),
+    ],
+)
+def test_configs(tmp_path, out, capsys, tensors, changes, pattern):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG | changes, tensors)
+    refused(capsys, tmp_path / "t", out, pattern)
+
+
+def test_mistral_without_the_key_has_a_window(tmp_path, out, capsys, tensors):
+    config = tiny.CONFIG | {
+        "architectures": ["MistralForCausalLM"],
+        "max_position_embeddings": 32768,
+    }
+    writers.hf_folder(tmp_path / "t", config, tensors)
+    refused(capsys, tmp_path / "t", out, "sliding_window 4096, context 32768")
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, "x", [], {}, [[]], 1 << 70])
+def test_config_values_of_any_kind(tmp_path, capsys, tensors, value):
+    """Whatever a key holds: a file or one line."""
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    for key in tiny.CONFIG:
+        (tmp_path / "t" / "config.json").write_text(json.dumps(tiny.CONFIG | {key: value}))
+        capsys.readouterr()
+        code = main([str(tmp_path / "t"), "-o", str(tmp_path / "model.bin")])
+        _, err = capsys.readouterr()
+        assert (code, len(err.splitlines())) in ((0, 0), (2, 1)), (key, err)
+
+
+# ---- tensors ----
+
+
+def without(tensors, name):
+    return {key: values for key, values in tensors.items() if key != name}
+
+
+def with_value(tensors, name, place, value):
+    changed = tensors[name].copy()
+    changed[place] = value
+    return tensors | {name: changed}
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda t: without(t, Q0), f"tensor {Q0} is missing"),
+        (lambda t: without(t, EMBED), f"tensor {EMBED} is missing"),
+        (lambda t: t | {"model.extra.weight": t[Q0]}, "does not have: model.extra.weight"),
+        (
+            lambda t: t | {"model.layers.0.self_attn.q_proj.bias": t["model.norm.weight"]},
+            "does not have: .*q_proj.bias",
+        ),
+        (
+            lambda t: t | {f"model.layers.{i}.x": t["model.norm.weight"] for i in range(3, 9)},
+            r"does not have: model.layers.3.x, model.layers.4.x, model.layers.5.x and 3 more",
+        ),
+        (
+            lambda t: t | {Q0: t[Q0][:120]},
+            rf"tensor {Q0}: expected shape \[128, 64\], found \[120, 64\]",
+        ),
+        (lambda t: t | {Q0: t[Q0].reshape(-1)}, r"expected shape \[128, 64\], found \[8192\]"),
+        (lambda t: t | {Q0: t[Q0][0, 0]}, r"expected shape \[128, 64\], found \[\]"),
+        (
+            lambda t: with_value(t, Q0, (5, 7), np.nan),
+            rf"{Q0}: value nan at \[5, 7\] is not finite",
+        ),
+        (lambda t: with_value(t, EMBED, (330, 63), np.inf), r"value inf at \[330, 63\]"),
+        (
+            lambda t: with_value(t, "model.norm.weight", 9, -np.inf),
+            r"norm.weight: value -inf at \[9\]",
+        ),
+        (
+            lambda t: with_value(t, Q0, (0, 1), -3.4e38),
+            r"at \[0, 1\] is too large for bf16; use --dt",
+        ),
+    ],
+)
+def test_tensors(tmp_path, out, capsys, tensors, change, pattern):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, change(tensors))
+    refused(capsys, tmp_path / "t", out, pattern)
+
+
+def test_f64_that_float_cannot_hold(tmp_path, out, capsys, tensors):
+    huge = with_value({k: v.astype(np.float64) for k, v in tensors.items()}, Q0, (1, 1), 1e300)
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, huge, kind="F64")
+    refused(capsys, tmp_path / "t", out, r"value inf at \[1, 1\] is not finite", "--dtype", "f32")
+
+
+def test_integers(tmp_path, out, capsys, tensors):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors, kind="I8")
+    refused(capsys, tmp_path / "t", out, "values of type I8 are not supported; known: F64, F32")
+
+
+def test_tied_but_different(tmp_path, out, capsys, tensors):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG | {"tie_word_embeddings": True}, tensors)
+    refused(capsys, tmp_path / "t", out, "tie_word_embeddings, but lm_head.weight differs")
+
+
+# ---- folders and shards ----
+
+
+def test_folder_without_config(tmp_path, out, capsys):
+    refused(capsys, tmp_path, out, "config.json is not there")
+
+
+def test_folder_without_tensors(tmp_path, out, capsys, tensors):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    (tmp_path / "t" / "model.safetensors").unlink()
+    refused(capsys, tmp_path / "t", out, "neither model.safetensors nor model.safetensors.index")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\xff", "[" * 100000])
+def test_config_that_is_no_object(tmp_path, out, capsys, tensors, text):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    (tmp_path / "t" / "config.json").write_text(text, encoding="latin-1")
+    refused(capsys, tmp_path / "t", out, "config.json: (not valid JSON|expected a JSON object)")
+
+
+def reindexed(folder: Path, change) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 7, None]
+)
+def test_shard_outside_the_folder(tmp_path, out, capsys, tensors, shard):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors, 2)
+    shutil.copy(tmp_path / "t" / SHARD, tmp_path / "secret.safetensors")
+    reindexed(tmp_path / "t", lambda names: names.update({EMBED: shard}))
+    refused(capsys, tmp_path / "t", out, "is not the name of a file in the folder")
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda names: names.update({EMBED: "gone.safetensors"}), "gone.safetensors.*does not ex"),
+        (lambda names: names.update({"x": SHARD}), "tensor x is not in it"),
+        (lambda names: names.pop(EMBED), f"{EMBED} is in it but not in the index"),
+        (lambda names: names.clear(), "expected a weight_map"),
+    ],
+)
+def test_index(tmp_path, out, capsys, tensors, change, pattern):
+    writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors, 2)
+    reindexed(tmp_path / "t", change)
+    refused(capsys, tmp_path / "t", out, pattern)
+
+
+def test_truncated_safetensors(tmp_path, out, capsys, tensors):
+    path = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors) / "model.safetensors"
+    whole = path.read_bytes()
+    for length in (0, 1, 7, 8, 9, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(capsys, tmp_path / "t", out, "not a usable safetensors file")
+
+
+def test_safetensors_cut_while_it_is_read(tmp_path, out, capsys, tensors, monkeypatch):
+    """After its header was checked: an error, no signal."""
+    from export import huggingface
+
+    path = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors) / "model.safetensors"
+    collect = huggingface.collect
+
+    def cut_then_collect(*arguments):
+        os.truncate(path, path.stat().st_size - 1)
+        return collect(*arguments)
+
+    monkeypatch.setattr(huggingface, "collect", cut_then_collect)
+    refused(capsys, tmp_path / "t", out, "is the file cut short")
+
+
+# ---- GGUF and llama2.c ----
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda w: w.add_uint32("llama.expert_count", 8), "llama.expert_count 8 is not supported"),
+        (lambda w: w.add_sliding_window(64), "llama.attention.sliding_window 64"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "rope.scaling.type: expected"),
+        (lambda w: w.add_uint16("split.count", 3), "one part of several"),
+        (lambda w: w.add_tokenizer_model("bert"), "tokenizer.ggml.token_type: expected 0"),
+    ],
+)
+def test_gguf_metadata(tmp_path, out, capsys, tensors, change, pattern):
+    writers.gguf_file(tmp_path / "t.gguf", tiny.CONFIG, tensors, add=change)
+    refused(capsys, tmp_path / "t.gguf", out, pattern)
+
+
+def test_gguf_of_another_architecture(tmp_path, out, capsys):
+    import gguf
+
+    writers.finish(gguf.GGUFWriter(tmp_path / "t.gguf", "qwen2"))
+    refused(capsys, tmp_path / "t.gguf", out, "architecture qwen2 is not supported; known: llama")
+
+
+def test_gguf_tensors(tmp_path, out, capsys, tensors):
+    writers.gguf_file(tmp_path / "t.gguf", tiny.CONFIG, without(tensors, Q0))
+    refused(capsys, tmp_path / "t.gguf", out, "tensor blk.0.attn_q.weight is missing")
+    nan = with_value(tensors, "model.norm.weight", 3, np.nan)
+    writers.gguf_file(tmp_path / "t.gguf", tiny.CONFIG, nan)
+    refused(capsys, tmp_path / "t.gguf", out, r"output_norm.weight: value nan at \[3\]")
+
+
+def test_broken_gguf(tmp_path, capsys, tensors):
+    """Cut at many places and with any bytes changed in the head: a file or one line."""
+    path = tmp_path / "t.gguf"
+    writers.gguf_file(path, tiny.CONFIG, tensors)
+    whole = path.read_bytes()
+    choose = random.Random(11)
+    head = whole.index(b"blk.2.ffn_down") + 64
+    broken = [whole[:length] for length in [4, 8, 23, *choose.sample(range(24, head), 20)]]
+    broken += [whole[:length] for length in choose.sample(range(head, len(whole)), 5)]
+    for _ in range(150):
+        changed = bytearray(whole)
+        for _ in range(choose.randint(1, 3)):
+            changed[choose.randrange(4, head)] = choose.choice([0, 1, 0x7F, 0x80, 0xFF])
+        broken.append(bytes(changed))
+    refusals = 0
+    for content in broken:
+        path.write_bytes(content)
+        capsys.readouterr()
+        code = main([str(path), "-o", str(tmp_path / "model.bin")])
+        _, err = capsys.readouterr()
+        assert (code, len(err.splitlines())) in ((0, 0), (2, 1)), err
+        refusals += code == 2
+    assert refusals > len(broken) // 2
+
+
+def test_llama2c(tmp_path, out, capsys):
+    whole = need(STORIES).read_bytes()
+    path = tmp_path / "model.bin"
+    for length in (0, 27, 28, 1000, len(whole) - 4, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(capsys, path, out, "too short|has 1056540 bytes, found")
+    path.write_bytes(whole + b"\0")
+    refused(capsys, path, out, "has 1056540 bytes, found 1056541")
+    for field in range(7):
+        for value in (0, -1, 1 << 30, -(1 << 31)):
+            content = bytearray(whole)
+            struct.pack_into("<i", content, 4 * field, value)
+            path.write_bytes(content)
+            refused(capsys, path, out, "llama2.c model|config:|multiple of")
+    for version, pattern in ((3, "version 3, expected 1 or 2"), (2, "groups of 0 values")):
+        path.write_bytes(struct.pack("<Ii7i", 0x616B3432, version, *[8] * 7).ljust(300, b"\0"))
+        refused(capsys, path, out, pattern)
+    path.write_bytes(struct.pack("<Ii7i", 0x616B3432, 1, *[8] * 7))
+    refused(capsys, path, out, "cut short in its header")
+
+
+def test_llama2c_tokenizer(tmp_path, out, capsys):
+    tok = need(DATA / "llama2c" / "tok512.bin").read_bytes()
+    path = tmp_path / "tok.bin"
+    for content in (b"", tok[:100], tok[:-1], tok[:-20], tok + b"x", tok + tok[4:20]):
+        path.write_bytes(content)
+        pattern = "cut short|expected 512 pieces"
+        refused(capsys, STORIES, out, pattern, "--tokenizer", path)
+    refused(capsys, STORIES, out, "No such file", "--tokenizer", tmp_path / "none")
+
+
+# ---- the command line ----
+
+
+def test_usage(tmp_path, out, capsys, tensors):
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    refused(capsys, tmp_path / "none", out, "none does not exist")
+    refused(capsys, folder, tmp_path / "no" / "model.bin", "the folder .*no does not exist")
+    refused(capsys, folder, tmp_path / "out", "is a directory; -o takes the file")
+    refused(capsys, folder, out, "invalid choice: 'q8'", "--dtype", "q8")
+    refused(capsys, folder, out, "unrecognized arguments: --x", "--x")
+    refused(capsys, folder, out, "--tokenizer is for llama2.c", "--tokenizer", folder)
+    refused(capsys, folder / "model.safetensors", out, "part of a checkpoint; give its folder")
+    assert main([str(folder), "-o", str(out)]) == 0
+    refused(capsys, out, tmp_path / "other.bin", "is a model.bin already")
+    assert main([]) == 2
+    assert "the following arguments are required" in capsys.readouterr().err
+    (tmp_path / "text").write_text("hello, this is no model at all")
+    refused(capsys, tmp_path / "text", out, "nor anything else that is known")
+    source = tmp_path / "t.gguf"
+    writers.gguf_file(source, tiny.CONFIG, tensors)
+    refused(capsys, source, source, "is the source itself")
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    out, err = capsys.readouterr()
+    assert "--dtype" in out and err == ""
+
+
+def test_a_disk_too_small(tmp_path, out, capsys, tensors, monkeypatch):
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1000))
+    refused(capsys, folder, out, r"\d+ bytes needed, 1000 free")
+
+
+def test_a_disk_that_changes_what_is_written(tmp_path, out, capsys, tensors, monkeypatch):
+    from export import writer
+
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    verify = writer._verify
+    for place, pattern in (
+        (100, "the head reads"),
+        (-300, "tensor classifier reads"),
+        (None, "wro"),
+    ):
+
+        def damage(path, *arguments, place=place):
+            content = bytearray(path.read_bytes())
+            if place is None:
+                content.pop()
+            else:
+                content[place] ^= 1
+            path.write_bytes(content)
+            verify(path, *arguments)
+
+        monkeypatch.setattr(writer, "_verify", damage)
+        refused(capsys, folder, out, pattern)
+
+
+# ---- whatever stops it ----
+
+
+def child(arguments: list, limit: int | None = None) -> int:
+    """Forks a process that exports and ends with main's code; returns once it catches signals."""
+    sys.stdout.flush()
+    ready = os.pipe()
+    process = os.fork()
+    if process:
+        os.read(ready[0], 1)
+        os.close(ready[0])
+        os.close(ready[1])
+        return process
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        # tqdm's own lock is shared with the parent, which would wait for a child killed inside it.
+        tqdm.set_lock(threading.RLock())
+        catch_signals()
+        os.write(ready[1], b"x")
+        os._exit(main([str(argument) for argument in arguments]))
+    finally:
+        os._exit(99)
+
+
+def exit_code(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+@pytest.fixture
+def exported(tmp_path, out, tensors):
+    """A folder and the file that it gives."""
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    assert main([str(folder), "-o", str(out), "--name", "x"]) == 0
+    return folder, out.read_bytes()
+
+
+@pytest.mark.parametrize("old", [None, b"the old file"])
+def test_a_write_that_fails(tmp_path, out, exported, old):
+    """A full disk, as a limit on the file's size: nothing new, and the old file stays."""
+    folder, whole = exported
+    out.unlink()
+    if old:
+        out.write_bytes(old)
+    for limit in (0, 1, 4096, len(whole) // 2, len(whole) - 1):
+        assert exit_code(child([folder, "-o", out, "--name", "x"], limit)) == 2
+        assert [path.name for path in out.parent.iterdir()] == ([out.name] if old else [])
+        assert old is None or out.read_bytes() == old
+    assert exit_code(child([folder, "-o", out, "--name", "x"], len(whole))) == 0
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [(signal.SIGKILL, {-9}), (signal.SIGTERM, {130}), (signal.SIGINT, {130})],
+)
+def test_signals_at_any_moment(tmp_path, out, exported, number, codes):
+    """50 of each: the target is absent or complete. But for SIGKILL no temporary file stays."""
+    folder, whole = exported
+    arguments = [folder, "-o", out, "--name", "x"]
+    started = time.monotonic()
+    assert exit_code(child(arguments)) == 0
+    duration = time.monotonic() - started
+    choose, interrupted = random.Random(5), 0
+    for _ in range(50):
+        out.unlink(missing_ok=True)
+        process = child(arguments)
+        time.sleep(choose.uniform(0, 1.1 * duration))
+        os.kill(process, number)
+        code = exit_code(process)
+        assert code in {0, *codes}
+        interrupted += code != 0
+        if out.exists():
+            assert out.read_bytes() == whole
+        else:
+            assert code != 0
+        left = [path for path in out.parent.iterdir() if path != out]
+        assert number == signal.SIGKILL or left == []
+        for path in left:
+            path.unlink()
+    print(f"{interrupted} of 50 interrupted")
+
+
+def test_the_order_on_the_disk(tmp_path, out, tensors, monkeypatch):
+    """The file's bytes are on the disk before it gets its name, the name before the end."""
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    steps = []
+
+    def fsync(descriptor):
+        steps.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
+
+    replace = Path.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", lambda *args: (steps.append("rename"), replace(*args)))
+    assert main([str(folder), "-o", str(out)]) == 0
+    assert steps == ["sync file", "rename", "sync folder"]
+
+
+def test_the_file_is_as_readable_as_any(exported, out):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o666 & ~umask

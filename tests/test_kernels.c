@@ -1,0 +1,567 @@
+/* Every operator of the CPU backend against a plain fp64 computation, on ragged shapes, with NaN
+ * past every valid length, and with everything that an operator does not own unchanged after it. */
+#include "kernels/config.h"
+#include "kernels/simd.h"
+#include "tests/random_engine.h"
+#include "tests/reference.h"
+
+#include <float.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+
+#include <cmocka.h>
+
+/* One step of a random engine, and what the checks share. */
+struct step {
+    struct random_engine *r;
+    struct rows rows;
+    char *before; /* the arena before the operator */
+    size_t T, C, H, G, D, F, V, S, qkv;
+    char name[160];
+};
+
+/* ---- fixtures ---- */
+
+static float *region(const struct step *s, enum region which) {
+    return engine_region(&s->r->engine, which);
+}
+
+static int32_t *row_numbers(const struct step *s, int which) {
+    return (int32_t *)(void *)region(s, REGION_ROWS) + which * s->r->engine.plan.limits.chunk;
+}
+
+/* Where the cache holds element d of a position's key or value. */
+static float *cached(const struct step *s, enum region which, int layer, size_t slot, size_t g,
+                     size_t position, size_t d) {
+    const size_t slots = (size_t)s->r->engine.plan.limits.slots;
+    const size_t padded = (s->S + 15) / 16 * 16;
+    const size_t cache = ((size_t)layer * slots + slot) * s->G + g;
+    if (which == REGION_VALUES) return region(s, which) + (cache * s->S + position) * s->D + d;
+    return region(s, which) + cache * padded * s->D + position / 16 * 16 * s->D + d * 16 +
+           position % 16;
+}
+
+static struct step step_of(struct random_engine *r, struct rows rows) {
+    const struct config *c = &r->config;
+    struct step s = {.r = r,
+                     .rows = rows,
+                     .T = (size_t)rows.count,
+                     .C = (size_t)c->width,
+                     .H = (size_t)c->heads,
+                     .G = (size_t)c->kv_heads,
+                     .D = (size_t)c->head_dim,
+                     .F = (size_t)c->ffn,
+                     .V = (size_t)c->vocab,
+                     .S = (size_t)r->engine.plan.limits.context};
+    s.qkv = (s.H + 2 * s.G) * s.D;
+    return s;
+}
+
+/* Random keys and values of all layers for positions 0..count of a slot. */
+static void fill_cache(const struct step *s, size_t slot, size_t count) {
+    for (int l = 0; l < s->r->config.layers; l++)
+        for (size_t g = 0; g < s->G; g++)
+            for (size_t p = 0; p < count; p++)
+                for (size_t d = 0; d < s->D; d++) {
+                    *cached(s, REGION_KEYS, l, slot, g, p, d) = random_float(&s->r->state) * 2;
+                    *cached(s, REGION_VALUES, l, slot, g, p, d) = random_float(&s->r->state);
+                }
+}
+
+static void poison(const struct step *s, enum region which) {
+    memset(region(s, which), POISON, s->r->engine.plan.region[which].bytes);
+}
+
+/* Before an operator, its output poisoned already: scratch poisoned, the arena kept. */
+static void begin(struct step *s) {
+    poison(s, REGION_PANELS);
+    poison(s, REGION_THREADS);
+    s->before = malloc(s->r->arena_bytes);
+    assert_non_null(s->before);
+    memcpy(s->before, s->r->engine.arena, s->r->arena_bytes);
+}
+
+/* These floats were the operator's to write. */
+static void allow(struct step *s, const float *from, size_t count) {
+    const size_t offset = (size_t)((const char *)from - s->r->engine.arena);
+    memcpy(s->before + offset, from, count * sizeof *from);
+}
+
+/* After it: nothing else has changed. */
+static void end(struct step *s, const char *what) {
+    allow(s, region(s, REGION_PANELS), s->r->engine.plan.region[REGION_PANELS].bytes / 4);
+    allow(s, region(s, REGION_THREADS), s->r->engine.plan.region[REGION_THREADS].bytes / 4);
+    for (size_t i = 0; i < s->r->arena_bytes; i++)
+        if (s->before[i] != s->r->engine.arena[i])
+            fail_msg("%s: %s wrote at byte %zu of the arena", s->name, what, i);
+    free(s->before);
+}
+
+/* y may err twice as much as the plain computation does at worst, and a few roundings. */
+static void compare(const struct step *s, const char *what, const float *y, size_t y_stride,
+                    const struct both *right, size_t rows, size_t columns) {
+    double largest = 0, plain = 0, worst = 0;
+    for (size_t i = 0; i < rows * columns; i++) {
+        largest = fmax(largest, fabs(right[i].exact));
+        plain = fmax(plain, fabs((double)right[i].plain - right[i].exact));
+    }
+    const double tolerance = 2 * plain + 4 * (double)FLT_EPSILON * largest + 1e-30;
+    for (size_t t = 0; t < rows; t++)
+        for (size_t n = 0; n < columns; n++) {
+            const double error = fabs((double)y[t * y_stride + n] - right[t * columns + n].exact);
+            if (!(error <= tolerance))
+                fail_msg("%s: %s[%zu, %zu] is %.9g, expected %.9g: error %.3g, tolerated %.3g",
+                         s->name, what, t, n, (double)y[t * y_stride + n],
+                         right[t * columns + n].exact, error, tolerance);
+            worst = fmax(worst, error);
+        }
+}
+
+/* ---- one operator each ---- */
+
+static void check_embed(struct step *s) {
+    struct engine *e = &s->r->engine;
+    const struct config *c = e->config;
+    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * s->D);
+    poison(s, REGION_X);
+    poison(s, REGION_ROPE);
+    begin(s);
+    e->ops->embed(e, s->rows);
+    for (size_t t = 0; t < s->T; t++) {
+        for (size_t i = 0; i < s->C; i++) {
+            const size_t at = (size_t)row_numbers(s, 0)[t] * s->C + i;
+            const float value = weight_at(e->embed, c->weight_dtype, at);
+            x[t * s->C + i] =
+                (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
+        }
+        for (size_t i = 0; i < s->D / 2; i++) { /* cosines turn (1, 0), sines come with it */
+            struct both unit[2] = {{1, 1}, {0, 0}};
+            reference_rope(unit, e->rope + i, row_numbers(s, 2)[t], 1, c->rope_scale);
+            turn[t * s->D + i] = unit[0];
+            turn[t * s->D + s->D / 2 + i] = unit[1];
+        }
+    }
+    compare(s, "x", region(s, REGION_X), s->C, x, s->T, s->C);
+    compare(s, "rope", region(s, REGION_ROPE), s->D, turn, s->T, s->D);
+    allow(s, region(s, REGION_X), s->T * s->C);
+    allow(s, region(s, REGION_ROPE), s->T * s->D);
+    end(s, "embed");
+    free(x);
+    free(turn);
+}
+
+/* K and V of the step's rows in the cache, against columns of the reference. */
+static void check_append(struct step *s, int layer, enum region which, const struct both *right,
+                         size_t column) {
+    float *got = malloc(s->T * s->G * s->D * sizeof *got);
+    struct both *expected = both_new(s->T * s->G * s->D);
+    assert_non_null(got);
+    for (size_t t = 0; t < s->T; t++)
+        for (size_t i = 0; i < s->G * s->D; i++) {
+            const float *at = cached(s, which, layer, (size_t)row_numbers(s, 1)[t], i / s->D,
+                                     (size_t)row_numbers(s, 2)[t], i % s->D);
+            got[t * s->G * s->D + i] = *at;
+            expected[t * s->G * s->D + i] = right[t * s->qkv + column + i];
+            allow(s, at, 1);
+        }
+    compare(s, region_name(which), got, s->G * s->D, expected, s->T, s->G * s->D);
+    free(got);
+    free(expected);
+}
+
+static void check_qkv(struct step *s, int layer) {
+    struct engine *e = &s->r->engine;
+    const struct layer_weights *w = &e->layer[layer];
+    struct both *x = both_from(region(s, REGION_X), s->T * s->C), *qkv = both_new(s->T * s->qkv);
+    poison(s, REGION_QKV);
+    begin(s);
+    e->ops->qkv(e, layer, s->rows);
+    reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
+    reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
+    for (size_t i = 0; i < s->T * (s->H + s->G); i++)
+        reference_rope(qkv + i / (s->H + s->G) * s->qkv + i % (s->H + s->G) * s->D, e->rope,
+                       row_numbers(s, 2)[i / (s->H + s->G)], s->D / 2, e->config->rope_scale);
+    compare(s, "q", region(s, REGION_QKV), s->qkv, qkv, s->T, s->qkv);
+    check_append(s, layer, REGION_KEYS, qkv, s->H * s->D);
+    check_append(s, layer, REGION_VALUES, qkv, (s->H + s->G) * s->D);
+    allow(s, region(s, REGION_QKV), s->T * s->qkv);
+    end(s, "qkv");
+    free(x);
+    free(qkv);
+}
+
+static void check_attend(struct step *s, int layer) {
+    struct engine *e = &s->r->engine;
+    struct both *q = both_from(region(s, REGION_QKV), s->T * s->qkv);
+    struct both *a = both_new(s->T * s->H * s->D);
+    poison(s, REGION_A);
+    begin(s);
+    e->ops->attend(e, layer, s->rows);
+    for (size_t t = 0; t < s->T; t++)
+        for (size_t g = 0; g < s->G; g++) {
+            const size_t slot = (size_t)row_numbers(s, 1)[t];
+            const size_t count = (size_t)row_numbers(s, 2)[t] + 1, per_group = s->H / s->G;
+            struct both *k = both_new(count * s->D), *v = both_new(count * s->D);
+            for (size_t i = 0; i < count * s->D; i++) {
+                const float key = *cached(s, REGION_KEYS, layer, slot, g, i / s->D, i % s->D);
+                const float value = *cached(s, REGION_VALUES, layer, slot, g, i / s->D, i % s->D);
+                k[i] = (struct both){(double)key, key};
+                v[i] = (struct both){(double)value, value};
+            }
+            for (size_t h = g * per_group; h < (g + 1) * per_group; h++)
+                reference_attend(a + (t * s->H + h) * s->D, q + t * s->qkv + h * s->D, k, v, count,
+                                 s->D, e->config->attention_scale);
+            free(k);
+            free(v);
+        }
+    compare(s, "a", region(s, REGION_A), s->H * s->D, a, s->T, s->H * s->D);
+    allow(s, region(s, REGION_A), s->T * s->H * s->D);
+    end(s, "attend");
+    free(q);
+    free(a);
+}
+
+static void check_project(struct step *s, int layer, enum projection which) {
+    struct engine *e = &s->r->engine;
+    const bool out = which == ATTENTION_OUT;
+    const size_t K = out ? s->H * s->D : s->F, stride = out ? K : 2 * K;
+    struct both *in = both_new(s->T * K), *x = both_from(region(s, REGION_X), s->T * s->C);
+    for (size_t i = 0; i < s->T * K; i++) {
+        const float value = region(s, out ? REGION_A : REGION_H)[i / K * stride + i % K];
+        in[i] = (struct both){(double)value, value};
+    }
+    begin(s);
+    e->ops->project(e, layer, which, s->rows);
+    reference_product(x, in, out ? e->layer[layer].out : e->layer[layer].down,
+                      e->config->weight_dtype, s->T, s->C, K);
+    compare(s, out ? "x + a Wout" : "x + h Wdown", region(s, REGION_X), s->C, x, s->T, s->C);
+    allow(s, region(s, REGION_X), s->T * s->C);
+    end(s, "project");
+    free(in);
+    free(x);
+}
+
+static void check_gate_up(struct step *s, int layer) {
+    struct engine *e = &s->r->engine;
+    const struct layer_weights *w = &e->layer[layer];
+    struct both *x = both_from(region(s, REGION_X), s->T * s->C);
+    struct both *both = both_new(s->T * 2 * s->F), *h = both_new(s->T * s->F);
+    poison(s, REGION_H);
+    begin(s);
+    e->ops->gate_up(e, layer, s->rows);
+    reference_norm(x, x, w->norm_ffn, e->config->norm_eps, s->T, s->C);
+    reference_product(both, x, w->gate_up, e->config->weight_dtype, s->T, 2 * s->F, s->C);
+    reference_swiglu(h, both, s->T, s->F);
+    compare(s, "h", region(s, REGION_H), 2 * s->F, h, s->T, s->F);
+    allow(s, region(s, REGION_H), s->T * 2 * s->F);
+    end(s, "gate_up");
+    free(x);
+    free(both);
+    free(h);
+}
+
+static void check_classify(struct step *s) {
+    struct engine *e = &s->r->engine;
+    const size_t n = (size_t)s->rows.classified, used = (size_t)e->config->vocab_used;
+    struct both *x = both_from(region(s, REGION_X) + (s->T - n) * s->C, n * s->C);
+    struct both *logits = both_new(n * used);
+    float *row = malloc(used * sizeof *row);
+    assert_non_null(row);
+    poison(s, REGION_LOGITS);
+    begin(s);
+    e->ops->classify(e, s->rows);
+    reference_norm(x, x, e->norm_final, e->config->norm_eps, n, s->C);
+    reference_product(logits, x, e->classifier, e->config->weight_dtype, n, used, s->C);
+    compare(s, "logits", region(s, REGION_LOGITS), s->V, logits, n, used);
+    for (size_t t = 0; t < n; t++) {
+        e->ops->read_logits(e, (int)t, row);
+        assert_memory_equal(row, region(s, REGION_LOGITS) + t * s->V, used * sizeof *row);
+        allow(s, region(s, REGION_LOGITS) + t * s->V, used);
+    }
+    end(s, "classify");
+    free(x);
+    free(logits);
+    free(row);
+}
+
+/* Every operator once, on the rows that are set. */
+static void check_step(struct step *s) {
+    const struct config *c = s->r->engine.config;
+    snprintf(s->name, sizeof s->name,
+             "C %zu H %zu G %zu D %zu F %zu V %zu %s, T %zu at %d, %d threads", s->C, s->H, s->G,
+             s->D, s->F, s->V, dtype_name(c->weight_dtype), s->T, row_numbers(s, 2)[0],
+             s->r->engine.plan.limits.threads);
+    check_embed(s);
+    for (int l = 0; l < c->layers; l++) {
+        check_qkv(s, l);
+        check_attend(s, l);
+        check_project(s, l, ATTENTION_OUT);
+        check_gate_up(s, l);
+        check_project(s, l, FEED_FORWARD_DOWN);
+    }
+    if (s->rows.classified) check_classify(s);
+}
+
+static int32_t some_token(struct random_engine *r) {
+    r->state = r->state * 6364136223846793005u + 1442695040888963407u;
+    return (int32_t)((r->state >> 33) % (uint64_t)r->config.vocab_used);
+}
+
+static void set_random_rows(struct random_engine *r, int count, int slot, int position) {
+    int32_t *tokens = malloc((size_t)count * sizeof *tokens);
+    assert_non_null(tokens);
+    for (int t = 0; t < count; t++) tokens[t] = some_token(r);
+    r->engine.ops->set_rows(&r->engine, tokens, count, slot, position);
+    free(tokens);
+}
+
+/* T rows at a position of slot 1 of two; everything else in the caches is NaN. */
+static void check_shape(struct shape shape, enum dtype dtype, int T, int position, int threads) {
+    struct random_engine r;
+    struct config c = random_config(shape, dtype);
+    c.rope_scale = 1.25f;
+    c.embed_scale = 1.5f;
+    c.tied = T % 2;
+    c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
+    random_engine_open(&r, c, (struct limits){position + T + T % 5, T + T % 3, 2, T, threads});
+    struct step s = step_of(&r, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4});
+    fill_cache(&s, 1, (size_t)position);
+    set_random_rows(&r, T, 1, position);
+    check_step(&s);
+    random_engine_close(&r);
+}
+
+/* ---- tests ---- */
+
+/* Sizes around every tile and unroll: 8 and 16 weights, 4 and 3 rows far apart, 6, 8, 24 rows of W,
+ * 8 and 16 rows of x, 768 inputs; heads a group from 1 to 8. */
+static const struct shape shapes[] = {
+    {8, 1, 1, 1, 8, 8, 331},     {16, 1, 2, 1, 8, 24, 17},  {24, 2, 3, 1, 16, 40, 41},
+    {40, 1, 4, 2, 24, 32, 1},    {32, 1, 7, 1, 8, 64, 23},  {72, 1, 8, 1, 16, 56, 49},
+    {64, 1, 9, 3, 64, 176, 100}, {24, 1, 2, 2, 48, 16, 3},  {56, 1, 3, 3, 80, 72, 25},
+    {104, 1, 6, 2, 96, 136, 47}, {48, 1, 4, 1, 128, 8, 26}, {88, 1, 2, 1, 256, 48, 9},
+    {16, 1, 1, 1, 512, 16, 7},   {8, 1, 16, 2, 8, 200, 2}};
+static const struct shape wide[] = {{760, 1, 3, 1, 8, 784, 31},
+                                    {776, 1, 2, 1, 16, 1544, 29},
+                                    {768, 1, 1, 1, 24, 1536, 24},
+                                    {1544, 1, 1, 1, 8, 72, 5}};
+static const int rows[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                           16, 17, 18, 23, 24, 25, 31, 32, 33, 47, 48, 49, 64, 65};
+static const int positions[] = {0, 1, 5, 14, 15, 16, 17, 63, 100, 111, 127, 128, 130, 255};
+enum { SHAPES = sizeof shapes / sizeof *shapes, WIDE = sizeof wide / sizeof *wide };
+enum { ROWS = sizeof rows / sizeof *rows, POSITIONS = sizeof positions / sizeof *positions };
+
+static void every_operator_on_ragged_shapes(void **state) {
+    (void)state;
+    int n = 0;
+    for (int i = 0; i < SHAPES; i++)
+        for (int t = 0; t < ROWS; t++)
+            for (int dtype = F32; dtype <= BF16; dtype++, n++)
+                check_shape(shapes[i], (enum dtype)dtype, rows[t], positions[n % POSITIONS],
+                            1 + n % 3);
+}
+
+static void every_operator_on_wide_shapes(void **state) {
+    (void)state;
+    for (int i = 0; i < WIDE; i++)
+        for (int t = i % 2; t < ROWS; t += 4)
+            for (int dtype = F32; dtype <= BF16; dtype++)
+                check_shape(wide[i], (enum dtype)dtype, rows[t], 3, 1 + (t + dtype) % 3);
+}
+
+/* Long caches, where a short step splits the positions. */
+static void attention_over_long_caches(void **state) {
+    (void)state;
+    static const int far[] = {256, 257, 511, 512, 513, 700, 2047, 2048, 2600};
+    for (int i = 0; i < (int)(sizeof far / sizeof *far); i++)
+        for (int T = 1; T < 10; T++)
+            check_shape(shapes[(i + T) % 5], BF16, T, far[i] - T % 2, 1 + (i + T) % 3);
+    check_shape(shapes[2], F32, 65, 1500, 2);
+}
+
+/* Rows of a step that belong to different sequences. */
+static void rows_of_several_slots(void **state) {
+    (void)state;
+    static const int slots[] = {0, 0, 2, 1, 1, 1, 2, 2}, at[] = {3, 4, 300, 20, 21, 23, 299, 302};
+    for (int i = 0; i < 6; i++)
+        for (int T = 1; T <= 8; T++) {
+            struct random_engine r;
+            random_engine_open(&r, random_config(shapes[i], BF16),
+                               (struct limits){310, 8, 3, 8, 1 + i % 3});
+            struct step s = step_of(&r, (struct rows){T, T});
+            set_random_rows(&r, T, 0, 0);
+            for (int t = 0; t < T; t++) {
+                row_numbers(&s, 1)[t] = slots[(t + i) % 8];
+                row_numbers(&s, 2)[t] = at[(t + i) % 8];
+            }
+            fill_cache(&s, 0, 4);
+            fill_cache(&s, 1, 23);
+            fill_cache(&s, 2, 302);
+            check_step(&s);
+            random_engine_close(&r);
+        }
+}
+
+/* A later row of the same step is past a row's length, too: its NaN stays its own. */
+static void a_nan_row_does_not_reach_earlier_rows(void **state) {
+    (void)state;
+    for (int i = 0; i < SHAPES; i++)
+        for (int T = 2; T < 40; T += 1 + T / 4) {
+            struct random_engine r;
+            random_engine_open(&r, random_config(shapes[i], BF16), (struct limits){64, T, 1, T, 2});
+            struct step s = step_of(&r, (struct rows){T, T});
+            set_random_rows(&r, T, 0, 0);
+            r.engine.ops->embed(&r.engine, s.rows);
+            for (size_t c = 0; c < s.C; c++) region(&s, REGION_X)[(s.T - 1) * s.C + c] = NAN;
+            r.engine.ops->qkv(&r.engine, 0, s.rows);
+            r.engine.ops->attend(&r.engine, 0, s.rows);
+            for (size_t a = 0; a < s.T * s.H * s.D; a++)
+                assert_int_equal(isnan(region(&s, REGION_A)[a]), a >= (s.T - 1) * s.H * s.D);
+            random_engine_close(&r);
+        }
+}
+
+/* ---- whole models ---- */
+
+static void forward(struct engine *e, struct rows r) {
+    e->ops->embed(e, r);
+    for (int l = 0; l < e->config->layers; l++) {
+        e->ops->qkv(e, l, r);
+        e->ops->attend(e, l, r);
+        e->ops->project(e, l, ATTENTION_OUT, r);
+        e->ops->gate_up(e, l, r);
+        e->ops->project(e, l, FEED_FORWARD_DOWN, r);
+    }
+    e->ops->classify(e, r);
+}
+
+/* logits[n, V] of a sequence that goes through a fresh engine in chunks of these sizes, repeated.
+ */
+static float *logits_in_chunks(struct config c, const int32_t *tokens, int n, const int *chunks,
+                               int threads) {
+    struct random_engine r;
+    const size_t V = (size_t)c.vocab;
+    float *logits = malloc((size_t)n * V * sizeof *logits);
+    assert_non_null(logits);
+    random_engine_open(&r, c, (struct limits){n, n, 1, n, threads});
+    for (int done = 0, i = 0; done < n; i = chunks[i + 1] ? i + 1 : 0) {
+        const int count = n - done < chunks[i] ? n - done : chunks[i];
+        r.engine.ops->set_rows(&r.engine, tokens + done, count, 0, done);
+        forward(&r.engine, (struct rows){count, count});
+        for (int t = 0; t < count; t++)
+            r.engine.ops->read_logits(&r.engine, t, logits + (size_t)(done + t) * V);
+        done += count;
+    }
+    random_engine_close(&r);
+    return logits;
+}
+
+/* One layer of the whole sequence: x[T, C] becomes the next layer's. */
+static void reference_layer(const struct step *s, int layer, struct both *x) {
+    const struct engine *e = &s->r->engine;
+    const struct layer_weights *w = &e->layer[layer];
+    const enum dtype dtype = e->config->weight_dtype;
+    const size_t T = s->T, D = s->D, heads = s->H + 2 * s->G, KV = T * D;
+    struct both *normed = both_new(T * s->C), *qkv = both_new(T * s->qkv);
+    struct both *a = both_new(T * s->H * D), *h = both_new(T * s->F);
+    struct both *gate_up = both_new(T * 2 * s->F), *k = both_new(KV), *v = both_new(KV);
+    reference_norm(normed, x, w->norm_attention, e->config->norm_eps, T, s->C);
+    reference_product(qkv, normed, w->qkv, dtype, T, s->qkv, s->C);
+    for (size_t t = 0; t < T; t++)
+        for (size_t i = 0; i < s->H + s->G; i++)
+            reference_rope(qkv + (t * heads + i) * D, e->rope, (int)t, D / 2,
+                           e->config->rope_scale);
+    for (size_t i = 0; i < s->H; i++) {
+        const size_t g = i / (s->H / s->G);
+        for (size_t j = 0; j < KV; j++) {
+            k[j] = qkv[(j / D * heads + s->H + g) * D + j % D];
+            v[j] = qkv[(j / D * heads + s->H + s->G + g) * D + j % D];
+        }
+        for (size_t t = 0; t < T; t++)
+            reference_attend(a + (t * s->H + i) * D, qkv + (t * heads + i) * D, k, v, t + 1, D,
+                             e->config->attention_scale);
+    }
+    reference_product(x, a, w->out, dtype, T, s->C, s->H * D);
+    reference_norm(normed, x, w->norm_ffn, e->config->norm_eps, T, s->C);
+    reference_product(gate_up, normed, w->gate_up, dtype, T, 2 * s->F, s->C);
+    reference_swiglu(h, gate_up, T, s->F);
+    reference_product(x, h, w->down, dtype, T, s->C, s->F);
+    struct both *all[] = {normed, qkv, a, h, gate_up, k, v};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+static struct both *reference_logits(struct config c, const int32_t *tokens, int n) {
+    struct random_engine r;
+    random_engine_open(&r, c, (struct limits){n, n, 1, n, 1});
+    const struct step s = step_of(&r, (struct rows){n, n});
+    struct both *x = both_new(s.T * s.C), *logits = both_new(s.T * s.V);
+    for (size_t i = 0; i < s.T * s.C; i++) {
+        const float value =
+            weight_at(r.engine.embed, c.weight_dtype, (size_t)tokens[i / s.C] * s.C + i % s.C);
+        x[i] = (struct both){(double)value, value};
+    }
+    for (int l = 0; l < c.layers; l++) reference_layer(&s, l, x);
+    reference_norm(x, x, r.engine.norm_final, c.norm_eps, s.T, s.C);
+    reference_product(logits, x, r.engine.classifier, c.weight_dtype, s.T, s.V, s.C);
+    random_engine_close(&r);
+    free(x);
+    return logits;
+}
+
+/* However a sequence is cut into steps, and by however many threads, its logits are right; with the
+ * same steps they are the same bits for every number of threads. */
+static void a_model_in_any_chunks(void **state) {
+    (void)state;
+    enum { N = 50 };
+    static const int ways[][4] = {{50},   {1},  {2},  {3, 5},   {4},  {6},
+                                  {7, 1}, {13}, {16}, {17, 33}, {24}, {32, 1}};
+    for (int dtype = F32; dtype <= BF16; dtype++) {
+        struct random_engine r = {
+            .config = random_config((struct shape){72, 3, 6, 2, 16, 88, 131}, (enum dtype)dtype),
+            .state = 7};
+        int32_t tokens[N];
+        for (int i = 0; i < N; i++) tokens[i] = some_token(&r);
+        struct both *right = reference_logits(r.config, tokens, N);
+        struct step s = {.r = &r, .V = 131};
+        for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+            snprintf(s.name, sizeof s.name, "chunks of %d, %d, %s", ways[i][0], ways[i][1],
+                     dtype_name((enum dtype)dtype));
+            float *one = logits_in_chunks(r.config, tokens, N, ways[i], 1);
+            compare(&s, "logits", one, s.V, right, N, s.V);
+            for (int threads = 1; threads <= 3; threads++) {
+                float *again = logits_in_chunks(r.config, tokens, N, ways[i], threads);
+                assert_memory_equal(again, one, N * s.V * sizeof *one);
+                free(again);
+            }
+            free(one);
+        }
+        free(right);
+    }
+}
+
+/* ---- vectors ---- */
+
+static void exp8_is_right_over_its_range(void **state) {
+    (void)state;
+    for (float x = -87.3f; x < 88.0f; x += 1e-4f) {
+        const double error = fabs((double)exp8(splat8(x))[3] / exp((double)x) - 1);
+        if (!(error < 1e-7)) fail_msg("exp8(%.9g): relative error %.3g", (double)x, error);
+    }
+    const v8f y = exp8((v8f){-87.4f, -1e30f, -INFINITY, NAN, INFINITY, 1e30f, 0.0f, -0.0f});
+    assert_true(y[0] == 0 && y[1] == 0 && y[2] == 0 && isnan(y[3]));
+    assert_true(y[4] == y[5] && y[4] > 1e38f && isfinite(y[4]) && y[6] == 1 && y[7] == 1);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(exp8_is_right_over_its_range),
+        cmocka_unit_test(every_operator_on_ragged_shapes),
+        cmocka_unit_test(every_operator_on_wide_shapes),
+        cmocka_unit_test(attention_over_long_caches),
+        cmocka_unit_test(rows_of_several_slots),
+        cmocka_unit_test(a_nan_row_does_not_reach_earlier_rows),
+        cmocka_unit_test(a_model_in_any_chunks),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

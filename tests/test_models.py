@@ -1,0 +1,107 @@
+"""A checkpoint in any of the formats that the exporter reads, through export and ./run: the logits
+of transformers and the text of llama2.c come out."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import writers
+from engine import ROOT, answer, logits, refusal
+from golden import tiny
+from tokenizer_data import DATA, need
+
+GOLDEN = ROOT / "tests" / "golden"
+STORIES, TOK512 = DATA / "llama2c" / "stories260K.bin", DATA / "llama2c" / "tok512.bin"
+
+
+def export(source, target, *options):
+    command = [sys.executable, "-m", "export", source, "-o", target, *options]
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def largest_difference(model, folder):
+    golden = np.load(GOLDEN / "tiny_llama.npz")
+    ours = logits(model, golden["ids"], tiny.VOCAB, folder)
+    return np.abs(ours - golden["logits"]).max()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_hugging_face_folder(tmp_path, shards):
+    """Grouped heads, head_dim unlike hidden/heads, untied, odd vocabulary, llama3 scaling."""
+    writers.hf_folder(tmp_path / "tiny", tiny.CONFIG, tiny.tensors(), shards=shards)
+    model = export(tmp_path / "tiny", tmp_path / "tiny.bin", "--dtype", "f32")
+    assert largest_difference(model, tmp_path) <= 1e-4
+
+
+def test_gguf(tmp_path):
+    writers.gguf_file(tmp_path / "tiny.gguf", tiny.CONFIG, tiny.tensors())
+    model = export(tmp_path / "tiny.gguf", tmp_path / "tiny.bin", "--dtype", "f32")
+    assert largest_difference(model, tmp_path) <= 1e-4
+
+
+def test_folder_that_transformers_writes(tmp_path):
+    torch = pytest.importorskip("torch", reason="not needed by make test")
+    transformers = pytest.importorskip("transformers", reason="not needed by make test")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=96,
+        intermediate_size=200,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=307,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "made", max_shard_size="300KB")
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
+    ids = torch.randint(0, 307, (1, 512))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].numpy()
+    file = export(tmp_path / "made", tmp_path / "made.bin", "--dtype", "f32")
+    assert np.abs(logits(file, ids[0].tolist(), 307, tmp_path) - theirs).max() <= 1e-4
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_llama2c_tells_its_story(tmp_path, version):
+    """Version 2 is quantised: its first words are the same, and then its own."""
+    source = need(STORIES)
+    if version > 0:
+        header, tensors = writers.read_llama2c_v0(STORIES)
+        source = tmp_path / "stories.bin"
+        writers.llama2c_file(source, version, header, tensors)
+    options = ["--dtype", "f32", "--tokenizer", TOK512]
+    model = export(source, tmp_path / "model.bin", *options)
+    text = answer(model, "-p", "", "-n", 200, "-t", 0, "--ignore-eos")
+    golden = (GOLDEN / "stories260K.txt").read_bytes()[:-1]
+    assert text == golden if version < 2 else text[:50] == golden[:50]
+
+
+def test_model_without_tokenizer_takes_ids_only(tmp_path):
+    writers.hf_folder(tmp_path / "tiny", tiny.CONFIG, tiny.tensors())
+    model = export(tmp_path / "tiny", tmp_path / "tiny.bin")
+    assert "--ids" in refusal(2, model, "-p", "text")
+    ids = answer(model, "--ids", "1 2 3", "-n", 4, "-t", 0, "--ignore-eos").split()
+    assert len(ids) == 4 and all(0 <= int(i) < tiny.VOCAB for i in ids)
+    assert b"takes ids only" in answer(model, "--info")
+    # A tokenizer from elsewhere, where its ids fit, is as good.
+    assert "tokenizer" in refusal(3, model, "-z", need(DATA / "llama2c/llama2-tokenizer.model"))
+
+
+def test_tokenizer_from_elsewhere(tmp_path):
+    options = ["--tokenizer", TOK512]
+    whole = export(need(STORIES), tmp_path / "whole.bin", *options)
+    bare = export(STORIES, tmp_path / "bare.bin")
+    base = ["-p", "Once upon", "-n", 20, "-t", 0]
+    assert answer(bare, *base, "-z", whole, "--bos", "no") == answer(whole, *base, "--bos", "no")
