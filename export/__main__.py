@@ -1,6 +1,7 @@
 """python3 -m export SOURCE -o model.bin: see --help."""
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -105,7 +106,8 @@ def export(arguments: argparse.Namespace) -> None:
 def _interrupt(*_) -> None:
     """Ends the program wherever it is. An exception could be caught, or come after the last try."""
     discard_unfinished()
-    os.write(sys.stderr.fileno(), b"export: interrupted\n")
+    with contextlib.suppress(OSError):
+        os.write(2, b"export: interrupted\n")
     os._exit(INTERRUPTED)
 
 

@@ -59,7 +59,7 @@ def shape_of(template: str) -> str:
 
 def default_system(template: str) -> str:
     """The message that a ChatML template supplies where the conversation has no system message."""
-    found = CHATML_SYSTEM.search(template) if shape_of(template) == "chatml" else None
+    found = CHATML_SYSTEM.search(template)
     if not found:
         return ""
     escapes = {"n": "\n", "t": "\t"}
