@@ -111,9 +111,9 @@ weights/SmolLM2-135M-Instruct-f32.bin: $(GGUF) | .venv/ready
 
 demo: deps
 	@$(MAKE) --no-print-directory run $(MODEL)
-	@echo; echo 'You: Why is the sky blue? Answer in two sentences.'; echo
-	@printf '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n<|im_start|>assistant\n' \
-	    | ./run $(MODEL) --special -p - -n 120 -s 1; echo
+	@echo; echo '> What is gravity? Answer in one sentence.'; echo
+	@printf '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is gravity? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\n' \
+	    | ./run $(MODEL) --special -p - -t 0
 
 # ---- tests ----
 C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(wildcard tests/test_*.c))
@@ -151,7 +151,7 @@ lint: deps
 	$(call install,$(LINT_PACKAGES))
 	clang-format --dry-run --Werror $(FORMATTED)
 	cppcheck --quiet --enable=warning,performance,portability --inline-suppr --error-exitcode=1 --std=c11 -I. \
-	    -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem $(SOURCES) run.c
+	    -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem --suppress=invalidPointerCast $(SOURCES) run.c
 	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS) -fopenmp
 	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run
 	.venv/bin/ruff check export tests
