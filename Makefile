@@ -24,7 +24,6 @@ LIBS     := -lsentencepiece -lpcre2-8 -lutf8proc -lxxhash -lm
 # ---- what this machine has ----
 try_c     = $(shell printf '$(1)\n' | $(CC) $(2) -x c -fsyntax-only - 2>/dev/null && echo yes)
 HASH     := \#
-OPENMP   := $(if $(shell printf 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo yes),-fopenmp)
 NVCC     := $(shell command -v nvcc 2>/dev/null)
 MISSING  := $(if $(call try_c,$(HASH)include <xxhash.h>),,libxxhash-dev) \
             $(if $(call try_c,$(HASH)include <utf8proc.h>),,libutf8proc-dev) \
@@ -34,7 +33,6 @@ MISSING  := $(strip $(MISSING))
 
 ifeq ($(MAKELEVEL)$(filter help clean deps demo test lint,$(MAKECMDGOALS)),0)
 $(info compiler   $(CC) $(shell $(CC) -dumpfullversion -dumpversion 2>/dev/null || echo "NOT FOUND: make deps"), -march=$(ARCH))
-$(info OpenMP     $(if $(OPENMP),yes,NOT FOUND: the CPU backend will use one thread))
 $(info CUDA       $(if $(NVCC),$(NVCC); this version has no CUDA kernels yet: it runs on the CPU,no nvcc: CPU only))
 $(info libraries  $(if $(MISSING),MISSING $(MISSING): make deps,all found))
 endif
@@ -49,12 +47,12 @@ OBJECTS  := $(SOURCES:%.c=$(B)/%.o) $(patsubst %.cc,$(B)/%.o,$(wildcard tokenize
 
 $(RUN): $(B)/run.o $(OBJECTS)
 	@echo '$(CXX) -o $@'
-	@$(CXX) $(OPENMP) $(EXTRA) -pie -o $@ $^ $(LIBS)
+	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS)
 
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D)
 	@echo '$(CC) $<'
-	@$(CC) -std=c11 $(OPENMP) $(FLAGS) $(DEFINES) -c $< -o $@
+	@$(CC) -std=c11 -pthread $(FLAGS) $(DEFINES) -c $< -o $@
 
 $(B)/%.o: %.cc $(B)/flags
 	@mkdir -p $(@D)
@@ -68,14 +66,14 @@ $(B)/cli/bench.o: $(B)/commit
 # Files that change when what they record changes: other flags or another commit rebuild.
 $(B)/flags: FORCE
 	@mkdir -p $(B)
-	@echo '$(CC) $(CXX) $(OPENMP) $(FLAGS) $(VERSION)' | cmp -s - $@ || echo '$(CC) $(CXX) $(OPENMP) $(FLAGS) $(VERSION)' > $@
+	@echo '$(CC) $(CXX) -pthread $(FLAGS) $(VERSION)' | cmp -s - $@ || echo '$(CC) $(CXX) -pthread $(FLAGS) $(VERSION)' > $@
 $(B)/commit: FORCE
 	@mkdir -p $(B)
 	@id=$$(git describe --always --dirty 2>/dev/null || echo unknown); echo $$id | cmp -s - $@ || echo $$id > $@
 
 # ---- set-up ----
 PACKAGES      := gcc g++ libsentencepiece-dev libpcre2-dev libutf8proc-dev libxxhash-dev libcmocka-dev python3-venv
-LINT_PACKAGES := clang clang-format clang-tidy cppcheck libomp-dev libclang-rt-dev
+LINT_PACKAGES := clang clang-format clang-tidy cppcheck libclang-rt-dev
 SUDO          := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # $(call install,packages): through apt what dpkg does not know as installed.
@@ -121,7 +119,7 @@ PROGRAMS := $(B)/tests/tokenize $(B)/tests/bench_kernels
 
 $(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
 	@echo '$(CXX) -o $@'
-	@$(CXX) $(OPENMP) $(EXTRA) -pie -o $@ $^ $(LIBS) $(if $(findstring /test_,$@),-lcmocka)
+	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS) $(if $(findstring /test_,$@),-lcmocka)
 
 test: deps
 	@$(MAKE) --no-print-directory run-tests
@@ -152,7 +150,7 @@ lint: deps
 	clang-format --dry-run --Werror $(FORMATTED)
 	cppcheck --quiet --enable=warning,performance,portability --inline-suppr --error-exitcode=1 --std=c11 -I. \
 	    -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem --suppress=invalidPointerCast $(SOURCES) run.c
-	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS) -fopenmp
+	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS)
 	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run
 	.venv/bin/ruff check export tests
 	.venv/bin/ruff format --check export tests
@@ -167,7 +165,7 @@ fuzz: deps
 run-fuzzers: $(FUZZERS)
 	@for f in $(FUZZERS); do mkdir -p $$f.corpus; $$f -max_total_time=$(SECONDS) -timeout=10 -max_len=65536 -print_final_stats=1 $$f.corpus || exit 1; done
 $(FUZZERS): build/fuzz/%: $(B)/tests/%.o $(OBJECTS)
-	$(CXX) $(OPENMP) -fsanitize=fuzzer,address,undefined -pie -o $@ $^ $(LIBS)
+	$(CXX) -pthread -fsanitize=fuzzer,address,undefined -pie -o $@ $^ $(LIBS)
 
 clean:
 	rm -rf build run

@@ -22,7 +22,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 struct run {
     struct options options;
@@ -72,20 +71,6 @@ static void catch_signals(void) {
 static int interrupted(struct error *error) {
     *error = (struct error){.code = 128 + signalled};
     return error->code;
-}
-
-/* ---- threads ---- */
-
-/* At the end of each operator OpenMP's threads wait for one another by spinning, by default for
- * milliseconds. Where another program needs the processor that is what the thread waited for cannot
- * get: measured with one busy neighbour, 4 tokens/s instead of 60. libgomp and libomp read the
- * bound from the environment when they are loaded, so the program sets it and starts itself again.
- */
-static void bound_spinning(char **argv) {
-    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || getenv("KMP_BLOCKTIME")) return;
-    setenv("GOMP_SPINCOUNT", "1000", 1);
-    setenv("KMP_BLOCKTIME", "0", 1);
-    execv("/proc/self/exe", argv); /* where that fails, all is as it was */
 }
 
 /* ---- file and machine ---- */
@@ -376,7 +361,6 @@ static int run(struct run *r, struct error *error) {
 int main(int argc, char **argv) {
     static struct run r; /* all of it zero; the config alone is 8 KB */
     struct error error = {0};
-    bound_spinning(argv);
     catch_signals();
     int code = options_parse(&r.options, argc, argv, &error);
     if (!code && r.options.help)

@@ -1,14 +1,16 @@
-/* The CPU backend: the operators of the forward pass, in its order, and their table. One parallel
- * region an operator; the products are cpu_matmul.c's, attention is cpu_attention.c's, and what is
- * fused with them (norms, RoPE, the cache, the activation, residuals) can be read here.
+/* The CPU backend: the operators of the forward pass, in its order, and their table. An operator is
+ * one task of the team (cpu_team.h); the function of its name is what each member does. The
+ * products are cpu_matmul.c's, attention is cpu_attention.c's, and what is fused with them (norms,
+ * RoPE, the cache, the activation, residuals) can be read here.
  *
- * Owners    in a product each thread owns some rows of W, that is columns of the output; what
- *           follows in the same region is done by the owner where it can be, else after a barrier.
- * Numerics  fp32 throughout, weights bf16 or f32, the cache f32. Results do not depend on the
- * number of threads. */
+ * Owners    in a product each member owns some rows of W, that is columns of the output; what
+ * follows in the same task is done by the owner where it can be, else after a barrier. Numerics
+ * fp32 throughout, weights bf16 or f32, the cache f32. Results do not depend on the number of
+ * threads. */
 #include "kernels/cpu.h"
 
 #include "kernels/cpu_attention.h"
+#include "kernels/cpu_matmul.h"
 #include "kernels/simd.h"
 
 #include <math.h>
@@ -31,18 +33,28 @@
 
 /* "AMD EPYC 7763, 2 threads, AVX2": the processor's name as Linux knows it. */
 static int cpu_open(struct engine *e, struct error *error) {
-    (void)error;
     char line[256], name[96] = "CPU";
     FILE *f = fopen("/proc/cpuinfo", "r");
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
     if (f) fclose(f);
-    snprintf(e->device, sizeof e->device, "%s, %d threads, %s", name, e->plan.limits.threads,
-             VECTORS);
-    return 0;
+    const int threads = e->plan.limits.threads;
+    snprintf(e->device, sizeof e->device, "%s, %d threads, %s", name, threads, VECTORS);
+    struct team *team = NULL;
+    const int code = team_open(&team, threads, error);
+    e->backend = team; /* closed by cpu_close, whatever became of it */
+    return code;
 }
 
 /* ---- what the operators share ---- */
+
+/* What an operator works on: the job of its task. */
+struct step {
+    struct engine *e;
+    int layer;
+    enum projection which;
+    struct rows rows;
+};
 
 static size_t weight_size(const struct engine *e) {
     return dtype_size(e->config->weight_dtype);
@@ -58,7 +70,8 @@ static struct input product_input(const struct engine *e, const float *x, int x_
                           .norm = norm,
                           .norm_eps = e->config->norm_eps,
                           .dtype = e->config->weight_dtype,
-                          .shared = engine_region(e, REGION_PANELS)};
+                          .shared = engine_region(e, REGION_PANELS),
+                          .private = engine_region(e, REGION_THREADS)};
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions. */
@@ -118,20 +131,20 @@ static void turn_row(const struct engine *e, int table, int position, float *tur
 }
 
 /* What      x[T,C] = embedding; the cosines and sines that all layers use.
- * Owners    a thread owns rows.
+ * Owners    rows.
  * Numerics  angle = position * frequency in f32, as the reference implementations have it. */
-static void cpu_embed(struct engine *e, struct rows rows) {
+static void embed(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
+    const struct config *c = e->config;
     float *x = engine_region(e, REGION_X), *turns = engine_region(e, REGION_ROPE);
     const int32_t *tokens = row_numbers(e, 0), *positions = row_numbers(e, 2);
-    const size_t chunk = (size_t)e->plan.limits.chunk, turn = (size_t)e->config->rotary_dims;
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct span own = share(this_member(e), (size_t)rows.count, 1);
-        for (size_t t = own.first; t < own.last; t++) {
-            embed_row(e, tokens[t], x + t * (size_t)e->config->width);
-            for (int table = 0; table < e->config->rope_tables; table++)
-                turn_row(e, table, positions[t], turns + ((size_t)table * chunk + t) * turn);
-        }
+    const size_t chunk = (size_t)e->plan.limits.chunk, turn = (size_t)c->rotary_dims;
+    const struct span own = share(me, (size_t)s->rows.count, 1);
+    for (size_t t = own.first; t < own.last; t++) {
+        embed_row(e, tokens[t], x + t * (size_t)c->width);
+        for (int table = 0; table < c->rope_tables; table++)
+            turn_row(e, table, positions[t], turns + ((size_t)table * chunk + t) * turn);
     }
 }
 
@@ -172,120 +185,147 @@ static void finish_group(const struct engine *e, int layer, size_t t, size_t gro
 }
 
 /* What      qkv[T,(H+2G)D] = RMSNorm(x) Wqkv^T; RoPE on q and k; k into its panel, v into its row.
- * Owners    product: columns of qkv. Then groups of rows: of a single row those that the thread
- * will attend to, of more of them a contiguous share. Barrier   qkv is written | RoPE reads pairs
- * that two threads may have computed. */
-static void cpu_qkv(struct engine *e, int layer, struct rows rows) {
+ * Owners    product: columns of qkv. Then rows, 16 at a time; of a few rows the groups that the
+ *           member will attend to.
+ * Barrier   qkv is written | RoPE reads pairs that two members may have computed. */
+static void qkv(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
     const struct config *c = e->config;
-    const struct layer_weights *w = &e->layer[layer];
-    const size_t T = (size_t)rows.count, G = (size_t)c->kv_heads;
+    const struct layer_weights *w = &e->layer[s->layer];
+    const size_t T = (size_t)s->rows.count, G = (size_t)c->kv_heads;
     const size_t outputs = ((size_t)c->heads + 2 * G) * (size_t)c->head_dim;
-    float *qkv = engine_region(e, REGION_QKV);
-    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, rows.count,
+    float *to = engine_region(e, REGION_QKV);
+    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, s->rows.count,
                                           c->width, w->norm_attention);
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const float *x = matmul_prepare(&in, me);
-        matmul(&in, x, w->qkv, share(me, outputs, 8), qkv, outputs, false, me);
-        barrier();
-        const struct span own = T == 1 ? (struct span){0, G} : share(me, G * T, 1);
-        for (size_t i = own.first; i < own.last; i++)
-            if (T > 1 || attention_owner(i, me.count) == me.index)
-                finish_group(e, layer, i % T, i / T);
-    }
+    const float *x = matmul_prepare(&in, me);
+    matmul(&in, x, w->qkv, share(me, outputs, 8), to, outputs, false, me);
+    team_barrier(me);
+    const bool few = T <= CPU_DECODE_ROWS;
+    const struct span own = few ? (struct span){0, T} : share(me, T, CPU_PANEL);
+    for (size_t t = own.first; t < own.last; t++)
+        for (size_t g = 0; g < G; g++)
+            if (!few || attention_owner(g, me.count) == me.index) finish_group(e, s->layer, t, g);
 }
 
 /* ---- attend ---- */
 
-static void cpu_attend_layer(struct engine *e, int layer, struct rows rows) {
+static void attend(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
     const struct config *c = e->config;
     const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
     const struct attention a = {.q = engine_region(e, REGION_QKV),
                                 .q_stride = (H + 2 * G) * D,
-                                .keys = layer_cache(e, REGION_KEYS, layer),
-                                .values = layer_cache(e, REGION_VALUES, layer),
+                                .keys = layer_cache(e, REGION_KEYS, s->layer),
+                                .values = layer_cache(e, REGION_VALUES, s->layer),
                                 .out = engine_region(e, REGION_A),
-                                .partial = engine_region(e, REGION_PANELS),
+                                .partial = engine_region(e, REGION_PARTS),
                                 .slots = row_numbers(e, 1),
                                 .positions = row_numbers(e, 2),
-                                .T = (size_t)rows.count,
+                                .T = (size_t)s->rows.count,
                                 .H = H,
                                 .G = G,
                                 .D = D,
                                 .S = (size_t)e->plan.limits.context,
                                 .scale = c->attention_scale};
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    cpu_attend(&a, this_member(e));
+    cpu_attend(&a, me);
 }
 
 /* ---- project ---- */
 
 /* What      x[T,C] += a Wout^T, or x += h Wdown^T, where h is the first half of REGION_H's rows.
  * Owners    columns of x. */
-static void cpu_project(struct engine *e, int layer, enum projection which, struct rows rows) {
+static void project(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
     const struct config *c = e->config;
     const size_t C = (size_t)c->width;
-    const bool out = which == ATTENTION_OUT;
+    const bool out = s->which == ATTENTION_OUT;
     const int K = out ? c->heads * c->head_dim : c->ffn, stride = out ? K : 2 * K;
     const float *from = engine_region(e, out ? REGION_A : REGION_H);
-    const void *W = out ? e->layer[layer].out : e->layer[layer].down;
-    float *x = engine_region(e, REGION_X);
-    const struct input in = product_input(e, from, stride, rows.count, K, NULL);
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const float *prepared = matmul_prepare(&in, me);
-        matmul(&in, prepared, W, share(me, C, 8), x, C, true, me);
-    }
+    const void *W = out ? e->layer[s->layer].out : e->layer[s->layer].down;
+    const struct input in = product_input(e, from, stride, s->rows.count, K, NULL);
+    const float *prepared = matmul_prepare(&in, me);
+    matmul(&in, prepared, W, share(me, C, 8), engine_region(e, REGION_X), C, true, me);
 }
 
 /* ---- gate and up ---- */
 
-/* What      h[T,F] = silu(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up
- * F]. Owners    a thread owns the same columns of gate and of up, and then of h: no barrier. */
-static void cpu_gate_up(struct engine *e, int layer, struct rows rows) {
+/* gate = silu(gate) up for some columns of all rows; gate and up are F floats apart. */
+static void activate(float *gate, size_t T, size_t F, struct span own) {
+    for (size_t t = 0; t < T; t++, gate += 2 * F)
+        for (size_t f = own.first; f < own.last; f += 8) {
+            const v8f g = load8(gate + f);
+            store8(gate + f, g / (1.0f + exp8(-g)) * load8(gate + F + f));
+        }
+}
+
+/* What      h[T,F] = silu(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up F].
+ * Owners    a member owns the same columns of gate and of up, and then of h: no barrier. Prefill
+ *           does a few columns at a time, so that the activation finds them in the cache. */
+static void gate_up(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
     const struct config *c = e->config;
-    const struct layer_weights *w = &e->layer[layer];
-    const size_t T = (size_t)rows.count, C = (size_t)c->width, F = (size_t)c->ffn;
+    const struct layer_weights *w = &e->layer[s->layer];
+    const size_t T = (size_t)s->rows.count, C = (size_t)c->width, F = (size_t)c->ffn;
     const char *gate = w->gate_up, *up = gate + F * C * weight_size(e);
     float *h = engine_region(e, REGION_H);
-    const struct input in =
-        product_input(e, engine_region(e, REGION_X), c->width, rows.count, c->width, w->norm_ffn);
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const struct span own = share(me, F, 8);
-        const float *x = matmul_prepare(&in, me);
-        matmul(&in, x, gate, own, h, 2 * F, false, me);
-        matmul(&in, x, up, own, h + F, 2 * F, false, me);
-        for (size_t t = 0; t < T; t++)
-            for (size_t f = own.first; f < own.last; f += 8) {
-                float *to = h + t * 2 * F + f;
-                const v8f g = load8(to);
-                store8(to, g / (1.0f + exp8(-g)) * load8(to + F));
-            }
+    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, s->rows.count,
+                                          c->width, w->norm_ffn);
+    const struct span own = share(me, F, 8);
+    const float *x = matmul_prepare(&in, me);
+    const size_t step = T <= CPU_DECODE_ROWS ? F : CPU_ACTIVATE;
+    for (size_t f = own.first; f < own.last; f += step) {
+        const struct span some = {f, own.last - f < step ? own.last : f + step};
+        matmul(&in, x, gate, some, h, 2 * F, false, me);
+        matmul(&in, x, up, some, h + F, 2 * F, false, me);
+        activate(h, T, F, some);
     }
 }
 
-/* ---- classify, sample ---- */
+/* ---- classify ---- */
 
 /* What      logits[classified, V] = RMSNorm(x of the last rows) W^T, for the ids that are in use.
  * Owners    columns of the logits. */
-static void cpu_classify(struct engine *e, struct rows rows) {
+static void classify(struct member me, void *job) {
+    const struct step *s = job;
+    const struct engine *e = s->e;
     const struct config *c = e->config;
-    if (rows.classified == 0) return;
-    const float *x = (float *)engine_region(e, REGION_X) +
-                     (size_t)(rows.count - rows.classified) * (size_t)c->width;
-    float *logits = engine_region(e, REGION_LOGITS);
-    const struct input in = product_input(e, x, c->width, rows.classified, c->width, e->norm_final);
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const float *prepared = matmul_prepare(&in, me);
-        matmul(&in, prepared, e->classifier, share(me, (size_t)c->vocab_used, 8), logits,
-               (size_t)c->vocab, false, me);
-    }
+    const size_t first = (size_t)(s->rows.count - s->rows.classified);
+    const float *x = (float *)engine_region(e, REGION_X) + first * (size_t)c->width;
+    const struct input in =
+        product_input(e, x, c->width, s->rows.classified, c->width, e->norm_final);
+    const float *prepared = matmul_prepare(&in, me);
+    matmul(&in, prepared, e->classifier, share(me, (size_t)c->vocab_used, 8),
+           engine_region(e, REGION_LOGITS), (size_t)c->vocab, false, me);
+}
+
+/* ---- the table ---- */
+
+static void cpu_embed(struct engine *e, struct rows rows) {
+    team_run(team_of(e), embed, &(struct step){.e = e, .rows = rows});
+}
+
+static void cpu_qkv(struct engine *e, int layer, struct rows rows) {
+    team_run(team_of(e), qkv, &(struct step){.e = e, .layer = layer, .rows = rows});
+}
+
+static void cpu_attend_layer(struct engine *e, int layer, struct rows rows) {
+    team_run(team_of(e), attend, &(struct step){.e = e, .layer = layer, .rows = rows});
+}
+
+static void cpu_project(struct engine *e, int layer, enum projection which, struct rows rows) {
+    team_run(team_of(e), project, &(struct step){e, layer, which, rows});
+}
+
+static void cpu_gate_up(struct engine *e, int layer, struct rows rows) {
+    team_run(team_of(e), gate_up, &(struct step){.e = e, .layer = layer, .rows = rows});
+}
+
+static void cpu_classify(struct engine *e, struct rows rows) {
+    if (rows.classified > 0) team_run(team_of(e), classify, &(struct step){.e = e, .rows = rows});
 }
 
 /* Logits of one of the classified rows. */

@@ -3,8 +3,7 @@
 #define KERNELS_CPU_H
 
 #include "kernels/config.h"
-#include "kernels/cpu_matmul.h"
-#include "kernels/cpu_threads.h"
+#include "kernels/cpu_team.h"
 #include "kernels/ops.h"
 
 size_t cpu_free_memory(const struct engine *e);
@@ -13,11 +12,9 @@ int cpu_upload(struct engine *e, const struct model_file *file, struct error *er
 void cpu_close(struct engine *e);
 void cpu_roof(struct engine *e, struct roof *roof);
 
-/* The calling thread of a parallel region. */
-static inline struct member this_member(const struct engine *e) {
-    float *scratch = engine_region(e, REGION_THREADS);
-    const size_t index = (size_t)omp_get_thread_num();
-    return (struct member){index, (size_t)omp_get_num_threads(), scratch + index * THREAD_FLOATS};
+/* The engine's team of threads, while it is open. */
+static inline struct team *team_of(const struct engine *e) {
+    return e->backend;
 }
 
 #endif

@@ -2,7 +2,7 @@
 #ifndef KERNELS_CPU_ATTENTION_H
 #define KERNELS_CPU_ATTENTION_H
 
-#include "kernels/cpu_matmul.h"
+#include "kernels/cpu_team.h"
 
 #include <stdint.h>
 
@@ -12,13 +12,13 @@ struct attention {
     const float *keys;   /* [slots, G, S/16, D, 16], S rounded up to 16 */
     const float *values; /* [slots, G, S, D] */
     float *out;          /* [T, H, D] */
-    float *partial;      /* [CPU_SPLITS, H, D + 2] where T <= CPU_SPLITS/2; else unused */
+    float *partial; /* [S/CPU_PART, rounded up, T, H, D + 2] where T <= CPU_BRIEF; else unused */
     const int32_t *slots, *positions; /* [T] */
     size_t T, H, G, D, S;
     float scale;
 };
 
-/* All threads of a parallel region call it. out[t, h] = softmax(q[t, h] K^T scale) V over the
+/* All members of a team call it. out[t, h] = softmax(q[t, h] K^T scale) V over the
  * positions up to the row's own, in its slot. */
 void cpu_attend(const struct attention *a, struct member me);
 

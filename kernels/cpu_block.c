@@ -1,13 +1,17 @@
-/* What      y[rows, columns] = a[rows, n] b[n, columns], or += that.
+/* What      y[rows, columns] = a[rows, n] b[n, columns], or += that; and the same with the sums cut
+ *           into eight chains (block_dots).
  * Bound     2 rows columns n FLOPs. The tile is 6 rows x 2 vectors: 12 sums hide the latency of a
  *           multiply-add (4 cycles, 2 a cycle) and leave 16 registers room for the operands; a step
- *           of it is 2 loads, 6 broadcasts and 12 multiply-adds. Fewer rows take more vectors,
- * fewer columns more rows. Numerics  each y is one chain over n in ascending order, all in fp32;
- * the tiles do not show. Form      a function of its own rather than inlined: within a larger one
- * the compilers run out of registers. Sums are zeroed in a loop: `= {0}` becomes memset, and then
- * they stay in memory. */
+ *           of it is 2 loads, 6 broadcasts and 12 multiply-adds. Fewer rows take more vectors, fewer
+ *           columns more rows.
+ * Numerics  fp32. Each y of block_product is one chain over n in ascending order that starts from y
+ *           where it adds; the tiles do not show.
+ * Form      a function of its own rather than inlined: within a larger one the compilers run out of
+ *           registers. Sums are zeroed in a loop: `= {0}` becomes memset, and then they stay in
+ *           memory. */
 #include "kernels/cpu_block.h"
 
+#include "kernels/config.h"
 #include "kernels/simd.h"
 
 /* One tile: M rows and V vectors, both constants where it is inlined, M V <= 12. */
@@ -28,6 +32,45 @@ INLINE void tile(const float *a, size_t lda, const float *b, size_t ldb, float *
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < V; j++) store8(y + (size_t)i * ldy + j * 8, sum[i * V + j]);
+}
+
+/* One tile of block_dots: M rows and V vectors, M V <= 12. The eight chains come one after the
+ * other, so that the sums of each stay in registers. */
+INLINE void tile_dots(const float *a, size_t lda, const float *b, float *y, size_t n, int M,
+                      int V) {
+    v8f total[12];
+    for (size_t chain = 0; chain < 8; chain++) {
+        v8f sum[12], in[2];
+        const float *weight = a + chain, *row = b + chain * (n / 8) * CPU_PANEL;
+        for (int i = 0; i < M * V; i++) sum[i] = (v8f){0};
+        for (size_t k = 0; k < n; k += 8, row += CPU_PANEL) {
+            for (int j = 0; j < V; j++) in[j] = load8(row + j * 8);
+            for (int i = 0; i < M; i++) {
+                const v8f factor = splat8(weight[(size_t)i * lda + k]);
+                for (int j = 0; j < V; j++) sum[i * V + j] += factor * in[j];
+            }
+        }
+        for (int i = 0; i < M * V; i++) {
+            if (chain > 0) sum[i] += total[i];
+            total[i] = sum[i];
+        }
+    }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < V; j++) store8(y + (size_t)i * CPU_PANEL + j * 8, total[i * V + j]);
+}
+
+void block_dots(const float *a, size_t lda, const float *b, float *y, size_t rows, bool half,
+                size_t n) {
+    for (size_t some; rows > 0; rows -= some, a += some * lda, y += some * CPU_PANEL) {
+        const bool whole = rows >= (half ? 12U : 6U);
+        some = whole ? (half ? 12 : 6) : 1;
+        if (whole && half)
+            tile_dots(a, lda, b, y, n, 12, 1);
+        else if (whole)
+            tile_dots(a, lda, b, y, n, 6, 2);
+        else
+            tile_dots(a, lda, b, y, n, 1, 2);
+    }
 }
 
 /* Up to 6 rows and all columns. */

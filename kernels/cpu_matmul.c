@@ -1,34 +1,28 @@
 /* Matrix products of the CPU backend, y[T, N] (+)= x[T, K] W[N, K]^T, in two regimes.
  *
- * What      W is bf16 or f32 and lies row-major as in model.bin; x and y are f32. K is a multiple
- * of 8, N and T are anything. x may be normalised first (RMSNorm). Owners    each thread owns a
- * contiguous range of rows of W and computes y of those rows for all T. Numerics  fp32 sums. Every
- * y is computed by one thread, and the order of its sum depends on K, T and the regime alone: not
- * on N, not on the number of threads. Decode    (T <= CPU_DECODE_ROWS) reads W once: 2 T N K FLOPs
- * on N K weights; at T = 1 the bound is memory. Weights stay in registers and meet up to 3 rows of
- * x as dot products, partial sums in the lanes. A thread reads 4 (or 3) rows of W at a time, a
- * quarter of its range apart: so many streams fill the memory's queues, neighbouring rows do not.
+ * What      W is bf16 or f32 and lies row-major as in model.bin; x and y are f32. K is a multiple of
+ *           8, N and T are anything. x may be normalised first (RMSNorm).
+ * Owners    each thread owns a contiguous range of rows of W and computes y of those rows for all T.
+ * Numerics  fp32 sums, in an order that depends on K alone: K is cut into parts (part_depth); in a
+ *           part eight chains, k = i mod 8 in weight order, are added in ascending order; parts are
+ *           added to y. So a row's result is the same to the bit in either regime, whatever the other
+ *           rows are and however many threads there are: a prompt may be cut anywhere.
+ * Decode    (T <= CPU_DECODE_ROWS) reads W once: 2 T N K FLOPs on N K weights; at T = 1 the bound is
+ *           memory. Weights stay in registers and meet up to 3 rows of x as dot products, the chains
+ *           in the lanes. A thread reads 4 (or 3) rows of W at a time, a quarter of its range apart:
+ *           so many streams fill the memory's queues, neighbouring rows do not.
  * Prefill   converts 24 rows of W at a time into scratch, to be multiplied with every row of x: 16
- *           rows of x side by side in the lanes (a panel), W broadcast, 6 x 16 sums in registers.
- *           Bound by multiply-adds. x is brought into panels once; W is not packed any further,
- *           since that costs more than it saves below 512 rows.
+ *           rows of x side by side in the lanes (a panel), W broadcast, 6 x 16 sums in registers, one
+ *           chain after the other. Bound by multiply-adds. x is brought into panels once; W is not
+ *           packed any further, since that costs more than it saves below 512 rows.
  * Barrier   one, in matmul_prepare: all of x prepared | products read it. */
 #include "kernels/cpu_matmul.h"
 
 #include "kernels/config.h"
 #include "kernels/cpu_block.h"
-#include "kernels/cpu_threads.h"
 #include "kernels/simd.h"
 
 #include <math.h>
-
-struct span share(struct member me, size_t count, size_t unit) {
-    size_t units = count / unit;
-    struct span own = {units * me.index / me.count * unit,
-                       units * (me.index + 1) / me.count * unit};
-    if (me.index + 1 == me.count) own.last = count;
-    return own;
-}
 
 /* ---- the input ---- */
 
@@ -66,36 +60,64 @@ static void prepare_row(const struct input *in, const float *x, float *to) {
     store8(to + k, last);
 }
 
-/* Up to eight rows as half of a panel [K][16], in weight order; missing rows are zeros. */
-static void prepare_half_panel(const struct input *in, const float *x, size_t rows, float *to) {
-    float scale[8] = {0};
+/* Inputs that are summed up before they are added to y: a function of K alone, so that decode and
+ * prefill round alike. A multiple of 16, which keeps the weight order. */
+static size_t part_depth(size_t K) {
+    const size_t parts = (K + CPU_TILE_DEPTH - 1) / CPU_TILE_DEPTH;
+    return (K / parts + 15) / 16 * 16;
+}
+
+/* The row of a panel for element k: each part as the chains in which block_dots sums it up. */
+static size_t panel_row(size_t k, size_t K, enum dtype dtype) {
+    const size_t depth = part_depth(K), order = weight_order(k, K, dtype),
+                 part = order / depth * depth;
+    const size_t n = K - part < depth ? K - part : depth;
+    return part + (order - part) % 8 * (n / 8) + (order - part) / 8;
+}
+
+/* Up to 16 rows as a panel [K][16] in the order of panel_row; missing rows are zeros. 16 elements
+ * of a row are one line, used up before the next row's: rows a power of two apart share few places
+ * in L1. */
+static void prepare_panel(const struct input *in, const float *x, size_t rows, float *to) {
+    float scale[CPU_PANEL] = {0};
     for (size_t i = 0; i < rows && in->norm; i++)
         scale[i] = norm_scale(x + i * in->x_stride, in->K, in->norm_eps);
-    for (size_t k = 0; k < in->K; k += 8) {
-        v8f row[8];
-        for (size_t i = 0; i < 8; i++)
-            row[i] = i < rows ? normalised8(in, x + i * in->x_stride, k, scale[i]) : (v8f){0};
-        transpose8(row);
-        for (size_t i = 0; i < 8; i++)
-            store8(to + weight_order(k + i, in->K, in->dtype) * CPU_PANEL, row[i]);
-    }
+    for (size_t line = 0; line < in->K; line += 16)
+        for (size_t half = 0; half < CPU_PANEL; half += 8)
+            for (size_t k = line; k < in->K && k < line + 16; k += 8) {
+                v8f row[8];
+                for (size_t i = 0; i < 8; i++) {
+                    row[i] = (v8f){0};
+                    if (half + i < rows)
+                        row[i] = normalised8(in, x + (half + i) * in->x_stride, k, scale[half + i]);
+                }
+                transpose8(row);
+                for (size_t i = 0; i < 8; i++)
+                    store8(to + panel_row(k + i, in->K, in->dtype) * CPU_PANEL + half, row[i]);
+            }
+}
+
+/* What a member keeps to itself: its copy of the input (decode), or converted weights (prefill). */
+static float *private_floats(const struct input *in, struct member me) {
+    return in->private + me.index * THREAD_FLOATS;
 }
 
 const float *matmul_prepare(const struct input *in, struct member me) {
     if (in->T <= CPU_DECODE_ROWS && in->T * in->K <= CPU_PRIVATE) {
+        float *own = private_floats(in, me);
         for (size_t t = 0; t < in->T; t++)
-            prepare_row(in, in->x + t * in->x_stride, me.scratch + t * in->K);
-        return me.scratch;
+            prepare_row(in, in->x + t * in->x_stride, own + t * in->K);
+        return own;
     }
     if (in->T <= CPU_DECODE_ROWS) {
         for (size_t t = me.index; t < in->T; t += me.count)
             prepare_row(in, in->x + t * in->x_stride, in->shared + t * in->K);
     } else {
-        for (size_t t = me.index * 8; t < in->T; t += me.count * 8)
-            prepare_half_panel(in, in->x + t * in->x_stride, in->T - t < 8 ? in->T - t : 8,
-                               in->shared + t / CPU_PANEL * CPU_PANEL * in->K + t % CPU_PANEL);
+        for (size_t t = me.index * CPU_PANEL; t < in->T; t += me.count * CPU_PANEL)
+            prepare_panel(in, in->x + t * in->x_stride,
+                          in->T - t < CPU_PANEL ? in->T - t : CPU_PANEL, in->shared + t * in->K);
     }
-    barrier(); /* all of x is prepared | products read it */
+    team_barrier(me); /* all of x is prepared | products read it */
     return in->shared;
 }
 
@@ -108,16 +130,14 @@ struct dots {
     bool add;
 };
 
-/* y[m, r] (+)= w[r] . x[m] for R rows of W and M of x. Sums: R M chains of eight lanes, two a row
- * where M is 1. */
-INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, enum dtype dtype,
-                 int R, int M) {
+/* y[m, r] (+)= w[r] . x[m] for R rows of W and M of x, over n inputs. */
+INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, size_t n, bool add,
+                 enum dtype dtype, int R, int M) {
     const size_t bytes = dtype == F32 ? 4 : 2, K = d->K, w_gap = d->w_gap;
-    const int chains = M == 1 ? 2 : 1;
     v8f sum[9];
-    for (int i = 0; i < R * M * chains; i++) sum[i] = (v8f){0};
+    for (int i = 0; i < R * M; i++) sum[i] = (v8f){0};
     size_t k = 0;
-    for (; k + 16 <= K; k += 16)
+    for (; k + 16 <= n; k += 16)
         for (int half = 0; half < 2; half++) {
             v8f weight[4];
             for (int r = 0; r < R; r++) {
@@ -127,22 +147,19 @@ INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, 
             }
             for (int m = 0; m < M; m++) {
                 const v8f in = load8_once(x + (size_t)m * K + k + half * 8);
-                for (int r = 0; r < R; r++)
-                    sum[(r * M + m) * chains + half % chains] += weight[r] * in;
+                for (int r = 0; r < R; r++) sum[r * M + m] += weight[r] * in;
             }
         }
-    if (k < K)
+    if (k < n)
         for (int r = 0; r < R; r++) {
             const v8f weight = last_weights8(w + (size_t)r * w_gap + k * bytes, dtype);
-            for (int m = 0; m < M; m++)
-                sum[(r * M + m) * chains] += weight * load8(x + (size_t)m * K + k);
+            for (int m = 0; m < M; m++) sum[r * M + m] += weight * load8(x + (size_t)m * K + k);
         }
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) {
             float *to = y + (size_t)m * d->y_stride + (size_t)r * d->y_gap;
-            v8f all = sum[(r * M + m) * chains];
-            if (chains == 2) all += sum[(r * M + m) * chains + 1];
-            *to = (d->add ? *to : 0) + sum8(all);
+            const float all = sum8_in_order(sum[r * M + m]);
+            *to = add ? *to + all : all;
         }
 }
 
@@ -151,7 +168,11 @@ INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, 
 #define DOTS(dtype, R, M)                                                                          \
     static void dots_##dtype##_##R##M(const struct dots *d, const char *w, const float *x,         \
                                       float *y, size_t count) {                                    \
-        for (; count > 0; count--, w += d->row, y++) dots(d, w, x, y, dtype, R, M);                \
+        const size_t depth = part_depth(d->K), bytes = dtype == F32 ? 4 : 2;                       \
+        for (; count > 0; count--, w += d->row, y++)                                               \
+            for (size_t k = 0; k < d->K; k += depth)                                               \
+                dots(d, w + k * bytes, x + k, y, d->K - k < depth ? d->K - k : depth,              \
+                     d->add || k > 0, dtype, R, M);                                                \
     }
 #define FORMS(dtype)                                                                               \
     DOTS(dtype, 1, 1)                                                                              \
@@ -271,8 +292,8 @@ static void multiply_panels(const struct input *in, const float *panels, const f
         ask_for_weights(next, in->K * bytes, lines, rows * lines * p / count,
                         rows * lines * (p + 1) / count);
         ask_for_outputs(to, y_stride, tokens);
-        block_product(weights, CPU_TILE_DEPTH, panels + p * CPU_PANEL * in->K, CPU_PANEL, c,
-                      CPU_PANEL, rows, tokens <= 8 ? 8 : 16, depth, false);
+        block_dots(weights, CPU_TILE_DEPTH, panels + p * CPU_PANEL * in->K, c, rows, tokens <= 8,
+                   depth);
         write_out(c, rows, tokens, to, y_stride, add);
     }
 }
@@ -280,20 +301,19 @@ static void multiply_panels(const struct input *in, const float *panels, const f
 static void prefill(const struct input *in, const float *panels, const char *W, struct span own,
                     float *y, size_t y_stride, bool add, struct member me) {
     const size_t bytes = in->dtype == F32 ? 4 : 2, row = in->K * bytes;
-    const size_t parts = (in->K + CPU_TILE_DEPTH - 1) / CPU_TILE_DEPTH;
-    const size_t step =
-        (in->K / parts + 15) / 16 * 16; /* a multiple of 16 keeps the weight order */
+    const size_t step = part_depth(in->K);
+    float *weights = private_floats(in, me);
     for (size_t k = 0; k < in->K; k += step) {
         const size_t depth = in->K - k < step ? in->K - k : step;
         for (size_t n = own.first; n < own.last; n += CPU_TILE_ROWS) {
             const size_t rows = own.last - n < CPU_TILE_ROWS ? own.last - n : CPU_TILE_ROWS;
             const char *w = W + n * row + k * bytes;
             if (in->dtype == F32)
-                unpack(w, row, rows, depth, F32, me.scratch);
+                unpack(w, row, rows, depth, F32, weights);
             else
-                unpack(w, row, rows, depth, BF16, me.scratch);
-            multiply_panels(in, panels + k * CPU_PANEL, me.scratch, rows, depth, w + rows * row,
-                            y + n, y_stride, add || k > 0);
+                unpack(w, row, rows, depth, BF16, weights);
+            multiply_panels(in, panels + k * CPU_PANEL, weights, rows, depth, w + rows * row, y + n,
+                            y_stride, add || k > 0);
         }
     }
 }

@@ -1,26 +1,14 @@
-/* Matrix products of the CPU backend: y[T, N] = x[T, K] W[N, K]^T, or += that. All threads of a
- * parallel region call the same functions with the same arguments; each owns some rows of W, that
- * is columns of y. */
+/* Matrix products of the CPU backend: y[T, N] = x[T, K] W[N, K]^T, or += that. All members of a
+ * team call the same functions with the same arguments; each owns some rows of W, that is columns
+ * of y. */
 #ifndef KERNELS_CPU_MATMUL_H
 #define KERNELS_CPU_MATMUL_H
 
+#include "kernels/cpu_team.h"
 #include "model/config.h"
 
 #include <stdbool.h>
 #include <stddef.h>
-
-/* One thread of a parallel region. */
-struct member {
-    size_t index, count;
-    float *scratch; /* [THREAD_FLOATS], its own */
-};
-
-struct span {
-    size_t first, last; /* first <= i < last */
-};
-
-/* The member's share of 0..count in units of `unit`; the last share takes what is left over. */
-struct span share(struct member me, size_t count, size_t unit);
 
 /* The input of a product, and the matrix's dtype. */
 struct input {
@@ -29,11 +17,12 @@ struct input {
     const float *norm; /* [K]: RMSNorm with these weights comes first; NULL: x as it is */
     float norm_eps;
     enum dtype dtype; /* of W */
-    float *shared;    /* [T rounded up to 16, K], where the threads prepare x together */
+    float *shared;    /* [T rounded up to 16, K], where the members prepare x together */
+    float *private;   /* [members, THREAD_FLOATS], each one's own */
 };
 
-/* Brings x into the form that matmul reads and returns it: the same address to all threads, or
- * each thread its own copy. Waits until all of it is there. */
+/* Brings x into the form that matmul reads and returns it: the same address to all members, or
+ * each its own copy. Waits until all of it is there. */
 const float *matmul_prepare(const struct input *in, struct member me);
 
 /* y[:, n] for the rows n of W in `own`; y is [T, N], rows y_stride floats apart. */

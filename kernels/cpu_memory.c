@@ -2,6 +2,8 @@
 #define _GNU_SOURCE /* madvise */
 #include "kernels/cpu.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -91,8 +93,10 @@ int cpu_allocate(struct engine *e, struct error *error) {
 }
 
 void cpu_close(struct engine *e) {
+    team_close(e->backend);
     free(e->arena);
     free(e->layer);
+    e->backend = NULL;
     e->arena = NULL;
     e->layer = NULL;
 }
@@ -118,23 +122,43 @@ static int check_gaps(const struct engine *e, const struct model_file *file, str
     return 0;
 }
 
+/* The weights being read: blocks are taken in turn, whoever is free. */
+struct reading {
+    const struct model_file *file;
+    char *to;
+    size_t bytes;
+    atomic_size_t next;    /* block */
+    pthread_mutex_t mutex; /* of failed and error */
+    size_t failed;         /* the lowest block that cannot be read */
+    struct error *error;
+};
+
+static void read_blocks(struct member me, void *job) {
+    struct reading *r = job;
+    (void)me;
+    for (size_t from; (from = READ_BLOCK * atomic_fetch_add(&r->next, 1)) < r->bytes;) {
+        const size_t left = r->bytes - from;
+        struct error own;
+        if (!model_read(r->file, r->to + from, from, left < READ_BLOCK ? left : READ_BLOCK, &own))
+            continue;
+        pthread_mutex_lock(&r->mutex);
+        if (from < r->failed) r->failed = from, *r->error = own;
+        pthread_mutex_unlock(&r->mutex);
+    }
+}
+
 /* All threads read blocks of the file straight into the arena; that is also the first touch of its
  * pages. The error of the lowest block is reported. */
 int cpu_upload(struct engine *e, const struct model_file *file, struct error *error) {
-    const size_t bytes = file->file_bytes - file->head_bytes;
-    const size_t blocks = (bytes + READ_BLOCK - 1) / READ_BLOCK;
-    char *weights = engine_region(e, REGION_WEIGHTS);
-    size_t failed = blocks;
-#pragma omp parallel for schedule(dynamic) num_threads(e->plan.limits.threads)
-    for (size_t i = 0; i < blocks; i++) {
-        const size_t from = i * READ_BLOCK, left = bytes - from;
-        struct error own;
-        if (model_read(file, weights + from, from, left < READ_BLOCK ? left : READ_BLOCK, &own)) {
-#pragma omp critical
-            if (i < failed) failed = i, *error = own;
-        }
-    }
-    if (failed < blocks) return error->code;
+    struct reading reading = {.file = file,
+                              .to = engine_region(e, REGION_WEIGHTS),
+                              .bytes = file->file_bytes - file->head_bytes,
+                              .failed = SIZE_MAX,
+                              .error = error};
+    pthread_mutex_init(&reading.mutex, NULL);
+    team_run(team_of(e), read_blocks, &reading);
+    pthread_mutex_destroy(&reading.mutex);
+    if (reading.failed < SIZE_MAX) return error->code;
     const int code = check_gaps(e, file, error);
     return code ? code : engine_locate_weights(e, file->tensors, file->tensor_count, error);
 }

@@ -1,11 +1,11 @@
 /* The CPU's roof, measured on the memory and with the vectors that the products use: what --bench
  * compares with, in the same minute, since a shared machine's bandwidth wanders.
  *
- * Reading   the weights (their first 512 MB), once a pass, by all threads, each thread in 1, 2 or 4
- *           streams far apart; the fastest counts, since which one that is depends on the machine.
- *           Weights smaller than the last-level cache are read from that cache, as a step of the
- *           model reads them: then that is the roof. Small ones are read again until 256 MB are.
- * FLOPs     12 independent chains of multiply-adds a thread, in registers. */
+ * Reading   the weights (their first 512 MB), once a pass, by all threads, each in 1, 2 or 4
+ * streams far apart; the fastest counts, since which one that is depends on the machine. Weights
+ * smaller than the last-level cache are read from that cache, as a step of the model reads them:
+ * then that is the roof. Small ones are read again until 256 MB are. FLOPs     12 independent
+ * chains of multiply-adds a thread, in registers. */
 #define _POSIX_C_SOURCE 200809L
 #include "kernels/cpu.h"
 #include "kernels/simd.h"
@@ -36,52 +36,52 @@ static uint32_t read_streams(const char *from, size_t lines, size_t streams, siz
     return all;
 }
 
-/* Bytes a second of all threads with so many streams each. */
-static double read_rate(const struct engine *e, size_t streams) {
-    const char *weights = engine_region(e, REGION_WEIGHTS);
-    const size_t bytes = e->plan.region[REGION_WEIGHTS].bytes;
-    const size_t pass = bytes < pass_bytes ? bytes : pass_bytes;
-    const size_t passes = (least_bytes + pass - 1) / pass;
-    size_t read = 0;
-    const double start = now();
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const size_t lines = pass / me.count / streams / LINE, apart = lines * LINE;
-        for (size_t i = 0; i < passes; i++)
-            me.scratch[0] =
-                (float)read_streams(weights + me.index * streams * apart, lines, streams, apart);
-        if (me.index == 0) read = passes * me.count * streams * apart;
-    }
-    return (double)read / (now() - start);
+/* A measurement, and where its results go so that the work is done. */
+struct measurement {
+    const struct engine *e;
+    size_t pass, passes, streams; /* bytes read together, how often, in how many streams a thread */
+    float *sink;                  /* [threads] */
+};
+
+static void read_weights(struct member me, void *job) {
+    const struct measurement *m = job;
+    const char *weights = engine_region(m->e, REGION_WEIGHTS);
+    const size_t lines = m->pass / me.count / m->streams / LINE, apart = lines * LINE;
+    for (size_t i = 0; i < m->passes; i++)
+        m->sink[me.index * THREAD_FLOATS] =
+            (float)read_streams(weights + me.index * m->streams * apart, lines, m->streams, apart);
 }
 
-/* Multiply-adds in registers; the factors are read from memory so that nothing is known about them.
- */
-static double peak_rate(const struct engine *e) {
+/* The factors are read from memory, so that the compiler knows nothing about them. */
+static void multiply_add(struct member me, void *job) {
+    const struct measurement *m = job;
     volatile float half = 0.5f, quarter = 0.25f;
-    size_t threads = 0;
+    const v8f a = splat8(half), b = splat8(quarter);
+    v8f sum[CHAINS], all = {0};
+    for (int i = 0; i < CHAINS; i++) sum[i] = splat8((float)i);
+    for (int k = 0; k < PEAK_STEPS; k++)
+        for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * a + b;
+    for (int i = 0; i < CHAINS; i++) all += sum[i];
+    m->sink[me.index * THREAD_FLOATS] = sum8(all);
+}
+
+static double seconds_of(struct engine *e, team_task *task, struct measurement *m) {
     const double start = now();
-#pragma omp parallel num_threads(e->plan.limits.threads)
-    {
-        const struct member me = this_member(e);
-        const v8f a = splat8(half), b = splat8(quarter);
-        v8f sum[CHAINS], all = {0};
-        for (int i = 0; i < CHAINS; i++) sum[i] = splat8((float)i);
-        for (int k = 0; k < PEAK_STEPS; k++)
-            for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * a + b;
-        for (int i = 0; i < CHAINS; i++) all += sum[i];
-        me.scratch[0] = sum8(all);
-        if (me.index == 0) threads = me.count;
-    }
-    return (double)threads * CHAINS * CPU_LANES * 2 * PEAK_STEPS / (now() - start);
+    team_run(team_of(e), task, m);
+    return now() - start;
 }
 
 void cpu_roof(struct engine *e, struct roof *roof) {
+    const size_t bytes = e->plan.region[REGION_WEIGHTS].bytes;
+    const double threads = e->plan.limits.threads;
+    struct measurement m = {.e = e, .sink = engine_region(e, REGION_THREADS)};
+    m.pass = bytes < pass_bytes ? bytes : pass_bytes;
+    m.passes = (least_bytes + m.pass - 1) / m.pass;
     *roof = (struct roof){0};
-    for (size_t streams = 1; streams <= 4; streams *= 2) {
-        const double rate = read_rate(e, streams);
+    for (m.streams = 1; m.streams <= 4; m.streams *= 2) {
+        const double rate = (double)(m.pass * m.passes) / seconds_of(e, read_weights, &m);
         if (rate > roof->bytes_per_second) roof->bytes_per_second = rate;
     }
-    roof->flops_per_second = peak_rate(e);
+    roof->flops_per_second =
+        threads * CHAINS * CPU_LANES * 2 * PEAK_STEPS / seconds_of(e, multiply_add, &m);
 }

@@ -83,6 +83,7 @@ struct engine {
     struct plan plan;
     char device[160]; /* "AMD EPYC, 2 threads, AVX2" */
     char *arena;      /* plan.bytes, laid out by plan.region */
+    void *backend;    /* what the backend keeps for itself */
 
     /* Into the arena. */
     const float *rope;           /* [rope_tables, rotary_dims/2] */

@@ -58,10 +58,16 @@ INLINE float sum8(v8f v) {
     return half[0] + half[1];
 }
 
-/* e^x: relative error below 1e-7 for -87.3 < x < 88; 0 below, e^88 above. 2^n e^r with n the
- * nearest integer to x log2(e), ln 2 in two parts, and a polynomial for |r| < 0.35. */
-INLINE v8f exp8(v8f x) {
-    x = select8((v8u)(x > 88.0f), splat8(88.0f), x);
+/* The largest lane; NaN lanes may or may not count. */
+INLINE float largest8(v8f v) {
+    v = max8(v, shuffle(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = max8(v, shuffle(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+    return v[0] > v[1] ? v[0] : v[1];
+}
+
+/* e^x for x <= 88: relative error below 1e-7 from -87.3 on, 0 below. 2^n e^r with n the nearest
+ * integer to x log2(e), ln 2 in two parts, and a polynomial for |r| < 0.35. */
+INLINE v8f exp8_below_88(v8f x) {
     v8f shifted = x * 1.44269504f + 12582912.0f; /* 1.5 2^23: the integer is in the low bits */
     v8f n = shifted - 12582912.0f;
     v8f r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -73,6 +79,19 @@ INLINE v8f exp8(v8f x) {
     p = p * (r * r) + r + 1.0f;
     v8f power = (v8f)(((v8u)shifted + 127) << 23); /* 2^n: the exponent field is n + 127 */
     return select8((v8u)(x < -87.3f), (v8f){0}, p * power);
+}
+
+/* Sum of the lanes in ascending order: seven roundings, in the order in which prefill adds its
+ * chains (cpu_block.c). */
+INLINE float sum8_in_order(v8f v) {
+    float sum = v[0];
+    for (int i = 1; i < 8; i++) sum += v[i];
+    return sum;
+}
+
+/* e^x: the same, and e^88 above 88. */
+INLINE v8f exp8(v8f x) {
+    return exp8_below_88(select8((v8u)(x > 88.0f), splat8(88.0f), x));
 }
 
 /* Transposes 8 rows of 8: row i becomes the former column i. */

@@ -3,8 +3,8 @@
 #include "kernels/config.h"
 
 static const char *const region_names[REGIONS] = {
-    "weights", "keys",      "values",       "rows",   "RoPE",         "residual stream",
-    "qkv",     "attention", "feed-forward", "logits", "input panels", "thread buffers"};
+    "weights",   "keys",         "values", "rows",         "RoPE",  "residual stream", "qkv",
+    "attention", "feed-forward", "logits", "input panels", "parts", "thread buffers"};
 
 const char *region_name(enum region region) {
     return region_names[region];
@@ -39,6 +39,8 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     bytes[REGION_H] = 4 * rows * 2 * ffn;
     bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
     bytes[REGION_PANELS] = 4 * round_up(rows, CPU_PANEL) * widest;
+    bytes[REGION_PARTS] = 4 * (round_up(positions, CPU_PART) / CPU_PART) *
+                          (rows < CPU_BRIEF ? rows : CPU_BRIEF) * heads * (head_dim + 2);
     bytes[REGION_THREADS] = 4 * (uint64_t)limits.threads * THREAD_FLOATS;
 }
 

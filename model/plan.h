@@ -17,16 +17,18 @@ struct limits {
 enum region {
     REGION_WEIGHTS, /* the tensors as they lie in the file */
     REGION_KEYS, /* f32 [L, slots, G, S/16, D, 16], S rounded up to 16: 16 positions side by side */
-    REGION_VALUES,  /* f32 [L, slots, G, S, D] */
-    REGION_ROWS,    /* i32 [3, T]: token, slot, position */
-    REGION_ROPE,    /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
-    REGION_X,       /* f32 [T, C], the residual stream */
-    REGION_QKV,     /* f32 [T, (H + 2G) D] */
-    REGION_A,       /* f32 [T, H D], what attention found */
-    REGION_H,       /* f32 [T, 2F]: gate and up; the activation overwrites gate */
-    REGION_LOGITS,  /* f32 [classified, V] */
-    REGION_PANELS,  /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
-                       times the widest of C, H D and F */
+    REGION_VALUES, /* f32 [L, slots, G, S, D] */
+    REGION_ROWS,   /* i32 [3, T]: token, slot, position */
+    REGION_ROPE,   /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
+    REGION_X,      /* f32 [T, C], the residual stream */
+    REGION_QKV,    /* f32 [T, (H + 2G) D] */
+    REGION_A,      /* f32 [T, H D], what attention found */
+    REGION_H,      /* f32 [T, 2F]: gate and up; the activation overwrites gate */
+    REGION_LOGITS, /* f32 [classified, V] */
+    REGION_PANELS, /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
+                      times the widest of C, H D and F */
+    REGION_PARTS,  /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2]: what attention found
+                      in parts of the cache */
     REGION_THREADS, /* f32 [threads, THREAD_FLOATS], what a thread keeps to itself */
     REGIONS
 };

@@ -76,6 +76,7 @@ static void poison(const struct step *s, enum region which) {
 /* Before an operator, its output poisoned already: scratch poisoned, the arena kept. */
 static void begin(struct step *s) {
     poison(s, REGION_PANELS);
+    poison(s, REGION_PARTS);
     poison(s, REGION_THREADS);
     s->before = malloc(s->r->arena_bytes);
     assert_non_null(s->before);
@@ -91,6 +92,7 @@ static void allow(struct step *s, const float *from, size_t count) {
 /* After it: nothing else has changed. */
 static void end(struct step *s, const char *what) {
     allow(s, region(s, REGION_PANELS), s->r->engine.plan.region[REGION_PANELS].bytes / 4);
+    allow(s, region(s, REGION_PARTS), s->r->engine.plan.region[REGION_PARTS].bytes / 4);
     allow(s, region(s, REGION_THREADS), s->r->engine.plan.region[REGION_THREADS].bytes / 4);
     for (size_t i = 0; i < s->r->arena_bytes; i++)
         if (s->before[i] != s->r->engine.arena[i])
@@ -524,11 +526,13 @@ static void a_model_in_any_chunks(void **state) {
         for (int i = 0; i < N; i++) tokens[i] = some_token(&r);
         struct both *right = reference_logits(r.config, tokens, N);
         struct step s = {.r = &r, .V = 131};
+        float *whole = logits_in_chunks(r.config, tokens, N, ways[0], 1);
         for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
             snprintf(s.name, sizeof s.name, "chunks of %d, %d, %s", ways[i][0], ways[i][1],
                      dtype_name((enum dtype)dtype));
             float *one = logits_in_chunks(r.config, tokens, N, ways[i], 1);
             compare(&s, "logits", one, s.V, right, N, s.V);
+            assert_memory_equal(one, whole, N * s.V * sizeof *one); /* however it is cut up */
             for (int threads = 1; threads <= 3; threads++) {
                 float *again = logits_in_chunks(r.config, tokens, N, ways[i], threads);
                 assert_memory_equal(again, one, N * s.V * sizeof *one);
@@ -536,6 +540,7 @@ static void a_model_in_any_chunks(void **state) {
             }
             free(one);
         }
+        free(whole);
         free(right);
     }
 }
