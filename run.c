@@ -17,11 +17,14 @@
 #include "tokenizer/tokenizer.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 struct run {
     struct options options;
@@ -50,9 +53,10 @@ static void forward(struct engine *e, struct rows rows) {
     if (rows.classified > 0) ops->classify(e, rows);
 }
 
-/* ---- signals ---- */
+/* ---- signals and streams ---- */
 
-/* A signal ends the run between two steps, so that the text so far is whole. */
+/* While text is generated a signal ends the run between two steps, so that the text is whole; at any
+ * other time it ends the program at once. */
 static volatile sig_atomic_t signalled;
 
 static void on_signal(int number) {
@@ -64,13 +68,21 @@ static void catch_signals(void) {
     sigaction(SIGINT, &action, NULL); /* the second one kills */
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGHUP, &action, NULL);
-    signal(SIGPIPE, SIG_IGN); /* a closed stdout is seen by write; a closed stderr is no matter */
 }
 
 /* The exit code of a run that a signal ended, as a shell counts. */
 static int interrupted(struct error *error) {
     *error = (struct error){.code = 128 + signalled};
     return error->code;
+}
+
+/* A standard stream that is closed would give its number to the next file opened. The place is taken
+ * by one that can be used for nothing, so that it still counts as closed. */
+static void prepare_streams(void) {
+    signal(SIGPIPE, SIG_IGN); /* a closed stdout is seen by write; a closed stderr is no matter */
+    signal(SIGXFSZ, SIG_IGN); /* a file that may grow no more, likewise */
+    for (int i = STDIN_FILENO; i <= STDERR_FILENO; i++)
+        if (fcntl(i, F_GETFD) < 0) open("/dev/null", i == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
 /* ---- file and machine ---- */
@@ -175,22 +187,19 @@ static bool is_stop(const struct config *c, int32_t id) {
     return false;
 }
 
-/* Prints one id; EXIT_* where stdout fails. */
-static int print_id(struct run *r, struct decoder *decoder, struct output *output, int32_t id,
-                    struct error *error) {
-    char text[DECODER_ROOM];
-    if (!r->tokenizer) {
-        int bytes = snprintf(text, sizeof text, "%" PRId32 " ", id);
-        return output_text(output, text, (size_t)bytes, error);
-    }
-    size_t bytes = decoder_next(decoder, r->tokenizer, id, text);
-    return output_text(output, text, bytes, error);
+/* The text of one id, or its number where the model has no tokenizer. */
+static size_t text_of(const struct run *r, struct decoder *decoder, int32_t id,
+                      char text[DECODER_ROOM]) {
+    if (r->tokenizer) return decoder_next(decoder, r->tokenizer, id, text);
+    return (size_t)snprintf(text, DECODER_ROOM, "%" PRId32 " ", id);
 }
 
 static int print_prompt(struct run *r, struct decoder *decoder, struct output *output,
                         struct error *error) {
     for (size_t i = 0; i < r->prompt.count; i++) {
-        int code = print_id(r, decoder, output, r->prompt.id[i], error);
+        char text[DECODER_ROOM];
+        size_t bytes = text_of(r, decoder, r->prompt.id[i], text);
+        int code = signalled ? interrupted(error) : output_unchecked(output, text, bytes, error);
         if (code) return code;
     }
     return 0;
@@ -218,7 +227,9 @@ static int answer(struct run *r, struct decoder *decoder, struct output *output,
         if (code) return code;
         if (is_stop(e->config, id) && !o->ignore_eos) return 0;
         sampler_accept(&r->sampler, id);
-        if ((code = print_id(r, decoder, output, id, error))) return code;
+        char text[DECODER_ROOM];
+        size_t bytes = text_of(r, decoder, id, text);
+        if ((code = output_text(output, text, bytes, error))) return code;
         if (output->stopped) return 0;
     }
     return 0;
@@ -235,6 +246,7 @@ static int generate(struct run *r, struct error *error) {
     struct decoder decoder = {.started = !r->options.echo && r->prompt.count > 1};
     struct output output;
     int drawn = 0, code = 0;
+    catch_signals();
     output_open(&output, &r->options);
     if (r->options.echo && (code = print_prompt(r, &decoder, &output, error))) return code;
     double start = seconds();
@@ -294,6 +306,10 @@ static int logits(struct run *r, struct error *error) {
                             choose_threads(&r->options)};
     int code = start_engine(r, limits, error);
     if (code) return code;
+    struct stat model, target;
+    if (fstat(r->file.descriptor, &model) == 0 && stat(r->options.logits, &target) == 0 &&
+        model.st_dev == target.st_dev && model.st_ino == target.st_ino)
+        return fail(error, EXIT_USAGE, "--logits %s would overwrite the model", r->options.logits);
     r->logits = fopen(r->options.logits, "wb");
     if (!r->logits)
         return fail(error, EXIT_INTERNAL, "%s: cannot be opened: %s", r->options.logits,
@@ -306,13 +322,18 @@ static int logits(struct run *r, struct error *error) {
 }
 
 static int print_tokens(const struct run *r, struct error *error) {
+    char line[4096];
+    size_t used = 0;
     int code = 0;
     for (size_t i = 0; i < r->prompt.count && !code; i++) {
-        char text[16];
-        int bytes = snprintf(text, sizeof text, "%s%" PRId32, i ? " " : "", r->prompt.id[i]);
-        code = output_raw(text, (size_t)bytes, error);
+        used += (size_t)snprintf(line + used, sizeof line - used, "%s%" PRId32, i ? " " : "",
+                                 r->prompt.id[i]);
+        if (used < sizeof line - 16) continue; /* room for one more */
+        code = output_raw(line, used, error);
+        used = 0;
     }
-    return code ? code : output_raw("\n", 1, error);
+    line[used++] = '\n';
+    return code ? code : output_raw(line, used, error);
 }
 
 static int bench(struct run *r, struct error *error) {
@@ -321,8 +342,7 @@ static int bench(struct run *r, struct error *error) {
     if (code) return code;
     struct limits limits = {plan.context, r->options.chunk, 1, 1, choose_threads(&r->options)};
     code = start_engine(r, limits, error);
-    if (!code) code = bench_run(&r->engine, &plan, &r->options, forward, &signalled, error);
-    return code && signalled ? interrupted(error) : code;
+    return code ? code : bench_run(&r->engine, &plan, &r->options, forward, error);
 }
 
 static int check(const struct run *r, struct error *error) {
@@ -361,7 +381,7 @@ static int run(struct run *r, struct error *error) {
 int main(int argc, char **argv) {
     static struct run r; /* all of it zero; the config alone is 8 KB */
     struct error error = {0};
-    catch_signals();
+    prepare_streams();
     int code = options_parse(&r.options, argc, argv, &error);
     if (!code && r.options.help)
         options_help();

@@ -117,8 +117,8 @@ static void test_work(const struct config *c, struct test test, double *bytes, d
 
 /* Repetitions of one test, the roof measured beside each. */
 static int run_test(struct engine *e, struct test test, const struct options *options,
-                    void (*step)(struct engine *, struct rows), const volatile int *interrupted,
-                    struct result *result, struct error *error) {
+                    void (*step)(struct engine *, struct rows), struct result *result,
+                    struct error *error) {
     const int chunk = e->plan.limits.chunk, repetitions = options->repetitions;
     const bool bytes_bind = test.classify_all;
     int32_t *tokens = calloc((size_t)chunk, sizeof *tokens);
@@ -129,7 +129,7 @@ static int run_test(struct engine *e, struct test test, const struct options *op
     snprintf(result->name, sizeof result->name, test.depth ? "%s%d @ d%d" : "%s%d", test.kind,
              test.tokens, test.depth);
     test_work(e->config, test, &bytes, &flops);
-    for (int r = -1; r < repetitions && !*interrupted; r++) { /* run -1 warms up */
+    for (int r = -1; r < repetitions; r++) { /* run -1 warms up */
         struct roof roof;
         struct test fill = {"", test.depth, 0, chunk, false};
         run_steps(e, step, tokens, fill, 0, &state);
@@ -153,7 +153,7 @@ static int run_test(struct engine *e, struct test test, const struct options *op
         result->deviation = sqrt(fmax(0, (squares - sum * result->rate) / (repetitions - 1)));
     result->bytes_rate = bytes / test.tokens * result->rate;
     result->flops_rate = flops / test.tokens * result->rate;
-    return *interrupted ? fail(error, EXIT_INTERRUPTED, "interrupted") : 0;
+    return 0;
 }
 
 /* ---- printing ---- */
@@ -256,8 +256,7 @@ static void print_result(const struct result *r, const struct engine *e,
 }
 
 int bench_run(struct engine *e, const struct bench_plan *plan, const struct options *options,
-              void (*step)(struct engine *, struct rows), const volatile int *interrupted,
-              struct error *error) {
+              void (*step)(struct engine *, struct rows), struct error *error) {
     const int tests = plan->pp_count + plan->tg_count;
     bool first = true;
     print_head(e, options);
@@ -271,7 +270,7 @@ int bench_run(struct engine *e, const struct bench_plan *plan, const struct opti
                                 .classify_all = !pp};
             struct result result = {0};
             if (test.tokens == 0) continue; /* as users of llama-bench switch a test off */
-            int code = run_test(e, test, options, step, interrupted, &result, error);
+            int code = run_test(e, test, options, step, &result, error);
             if (code) return code;
             print_result(&result, e, options, first);
             first = false;

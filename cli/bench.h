@@ -19,9 +19,8 @@ struct bench_plan {
 int bench_read(struct bench_plan *plan, const struct options *options, struct error *error);
 
 /* Runs the tests on an engine whose plan holds plan->context positions, and prints the table on
- * stdout. step is the forward pass. EXIT_INTERRUPTED where *interrupted becomes set. */
+ * stdout. step is the forward pass. */
 int bench_run(struct engine *e, const struct bench_plan *plan, const struct options *options,
-              void (*step)(struct engine *, struct rows), const volatile int *interrupted,
-              struct error *error);
+              void (*step)(struct engine *, struct rows), struct error *error);
 
 #endif

@@ -267,7 +267,7 @@ void options_help(void) {
     puts(
         "\nThe generated text alone goes to stdout, everything else to stderr.\n"
         "Exit codes: 0 done, 1 internal, 2 usage, 3 bad model or tokenizer file, 4 out of memory,\n"
-        "5 device, 130 interrupted, 141 stdout closed.");
+        "5 device, 128 + n ended by signal n (130: interrupted), 141 stdout closed.");
 }
 
 void options_version(void) {

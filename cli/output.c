@@ -2,6 +2,7 @@
 #include "cli/output.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -26,6 +27,10 @@ int output_raw(const char *text, size_t bytes, struct error *error) {
     while (bytes > 0) {
         ssize_t n = write(STDOUT_FILENO, text, bytes);
         if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) { /* somebody made the pipe non-blocking: wait for room */
+            poll(&(struct pollfd){.fd = STDOUT_FILENO, .events = POLLOUT}, 1, -1);
+            continue;
+        }
         if (n < 0 && (errno == EPIPE || errno == EBADF)) {
             *error = (struct error){.code = EXIT_CLOSED_PIPE};
             return EXIT_CLOSED_PIPE;
@@ -84,16 +89,16 @@ static int release(struct output *output, size_t bytes, struct error *error) {
     return code;
 }
 
-/* Where in the held text a stop text begins, or could begin; sets *whole where it is complete. */
-static size_t find_stop(const struct output *output, bool *whole) {
+/* The first place where a whole stop text stands, or with `partly` where one may yet come to stand;
+ * the end where there is none. */
+static size_t find_stop(const struct output *output, bool partly) {
     for (size_t at = 0; at < output->held_bytes; at++) {
-        size_t left = output->held_bytes - at;
+        const size_t left = output->held_bytes - at;
         for (int i = 0; i < output->options->stop_count; i++) {
             const char *stop = output->options->stop[i];
-            size_t length = strlen(stop), compared = length < left ? length : left;
-            if (memcmp(output->held + at, stop, compared) != 0) continue;
-            *whole = length <= left;
-            return at;
+            const size_t length = strlen(stop), compared = length < left ? length : left;
+            if ((partly || length <= left) && memcmp(output->held + at, stop, compared) == 0)
+                return at;
         }
     }
     return output->held_bytes;
@@ -103,13 +108,18 @@ int output_text(struct output *output, const char *text, size_t bytes, struct er
     if (output->stopped) return 0;
     memcpy(output->held + output->held_bytes, text, bytes);
     output->held_bytes += bytes;
-    bool whole = false;
-    int code = release(output, find_stop(output, &whole), error);
-    if (whole) {
-        output->stopped = true;
-        output->held_bytes = 0;
-    }
+    /* A whole stop text ends the text, even while a longer one before it is still possible. */
+    const size_t whole = find_stop(output, false);
+    output->stopped = whole < output->held_bytes;
+    int code = release(output, output->stopped ? whole : find_stop(output, true), error);
+    if (output->stopped) output->held_bytes = 0;
     return code;
+}
+
+int output_unchecked(struct output *output, const char *text, size_t bytes, struct error *error) {
+    memcpy(output->held, text, bytes);
+    output->held_bytes = bytes;
+    return release(output, bytes, error);
 }
 
 int output_end(struct output *output, struct error *error) {

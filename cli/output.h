@@ -22,6 +22,9 @@ void output_open(struct output *output, const struct options *options);
  * more, EXIT_INTERNAL where writing fails otherwise. */
 int output_text(struct output *output, const char *text, size_t bytes, struct error *error);
 
+/* Prints text[0..bytes) whatever stop texts it holds: the echo of a prompt. The same errors. */
+int output_unchecked(struct output *output, const char *text, size_t bytes, struct error *error);
+
 /* Prints what was held back, and on a terminal the line's end. */
 int output_end(struct output *output, struct error *error);
 

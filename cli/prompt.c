@@ -9,12 +9,16 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <time.h>
 
 struct bytes {
     char *data;
     size_t count;
 };
+
+/* The longest prompt or tokenizer file: more is taken for an endless one, such as /dev/zero. */
+enum { MOST_BYTES = 256 << 20 };
 
 /* All of a file or of standard input; NUL and any other byte is as good as the next. */
 static int read_stream(struct bytes *bytes, FILE *stream, const char *path, int code_if_bad,
@@ -30,6 +34,8 @@ static int read_stream(struct bytes *bytes, FILE *stream, const char *path, int 
         }
         size_t n = fread(bytes->data + bytes->count, 1, capacity - bytes->count, stream);
         bytes->count += n;
+        if (bytes->count > MOST_BYTES)
+            return fail(error, code_if_bad, "%s: longer than %d bytes", path, MOST_BYTES);
         if (n > 0) continue;
         if (!ferror(stream)) return 0;
         return fail(error, code_if_bad, "%s: cannot be read: %s", path, strerror(errno));
@@ -66,7 +72,8 @@ static int parse_ids(struct ids *ids, const char *text, int vocab, struct error 
         char *end = NULL;
         errno = 0;
         long id = strtol(at, &end, 10);
-        if (end == at || errno || id < 0 || id >= vocab || (*end && !strchr(" ,\t\n", *end)))
+        if (end == at || errno || *at < '0' || *at > '9' || id < 0 || id >= vocab ||
+            (*end && !strchr(" ,\t\n", *end)))
             return fail(error, EXIT_USAGE, "--ids: \"%.20s\", expected ids from 0 to %d", at,
                         vocab - 1);
         int code = ids_append(ids, (int32_t)id, error);
@@ -112,7 +119,7 @@ int prompt_ids(struct ids *ids, const struct options *o, const struct config *c,
     if (code || o->tokenize) return code;
     if (ids->count == 0)
         return fail(error, EXIT_USAGE,
-                    "the prompt is empty and the model has no BOS: nothing to start from");
+                    "the prompt is empty and no BOS is added: nothing to start from");
     if (ids->count > (size_t)context)
         return fail(error, EXIT_USAGE,
                     "the prompt has %zu tokens, but the context only %d positions; -c sets it",
@@ -142,6 +149,9 @@ static int open_sentencepiece(struct tokenizer **tokenizer, const char *path, in
 int tokenizer_open_file(struct tokenizer **tokenizer, const char *path, int vocab,
                         struct error *error) {
     char start[8] = "";
+    struct stat status;
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode))
+        return fail(error, EXIT_BAD_FILE, "%s: not a regular file, expected a tokenizer", path);
     FILE *file = fopen(path, "rb");
     if (!file) return fail(error, EXIT_BAD_FILE, "%s: cannot be opened: %s", path, strerror(errno));
     size_t got = fread(start, 1, sizeof start, file);

@@ -66,7 +66,9 @@ static int cgroup_quota(int limit) {
 
 int default_threads(void) {
     const char *asked = getenv("OMP_NUM_THREADS");
-    int threads = asked ? (int)strtol(asked, NULL, 10) : 0;
+    char *end = NULL;
+    long threads_asked = asked ? strtol(asked, &end, 10) : 0;
+    int threads = asked && *end == 0 && threads_asked <= 1024 ? (int)threads_asked : 0;
     if (threads < 1) threads = cgroup_quota(physical_cores());
     return threads < 1 ? 1 : threads;
 }

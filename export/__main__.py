@@ -51,6 +51,9 @@ def load(source: Path, tokenizer: Path | None) -> Model:
     """Tells the kind of source by what it is, not by its name."""
     if not source.exists():
         raise ExportError(f"{source} does not exist")
+    for path in (source, tokenizer):
+        if path and path.exists() and not (path.is_dir() or path.is_file()):
+            raise ExportError(f"{path} is a device or a pipe, expected a file or a folder")
     if source.is_dir():
         kind = "hugging face"
     else:
@@ -116,6 +119,15 @@ def catch_signals() -> None:
         signal.signal(number, _interrupt)
 
 
+def prepare_streams() -> None:
+    """Messages never fail: not on a terminal without the name's letters, not without a stderr."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(arguments: list[str]) -> int:
     try:
         export(parse_arguments(arguments))
@@ -128,4 +140,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     catch_signals()
+    prepare_streams()
     sys.exit(main(sys.argv[1:]))

@@ -110,6 +110,8 @@ def discard_unfinished() -> None:
 def check_target(target: Path) -> None:
     if target.is_dir():
         raise ExportError(f"{target} is a directory; -o takes the file to write")
+    if target.exists() and not target.is_file():
+        raise ExportError(f"{target} is a device or a pipe; -o takes the file to write")
     if not target.parent.is_dir():
         raise ExportError(f"the folder {target.parent} does not exist")
 

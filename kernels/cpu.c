@@ -1,12 +1,12 @@
 /* The CPU backend: the operators of the forward pass, in its order, and their table. An operator is
- * one task of the team (cpu_team.h); the function of its name is what each member does. The
- * products are cpu_matmul.c's, attention is cpu_attention.c's, and what is fused with them (norms,
- * RoPE, the cache, the activation, residuals) can be read here.
+ * one task of the team (cpu_team.h); the function of its name is what each member does. The products
+ * are cpu_matmul.c's, attention is cpu_attention.c's, and what is fused with them (norms, RoPE, the
+ * cache, the activation, residuals) can be read here.
  *
- * Owners    in a product each member owns some rows of W, that is columns of the output; what
- * follows in the same task is done by the owner where it can be, else after a barrier. Numerics
- * fp32 throughout, weights bf16 or f32, the cache f32. Results do not depend on the number of
- * threads. */
+ * Owners    in a product each member owns some rows of W, that is columns of the output; what follows
+ *           in the same task is done by the owner where it can be, else after a barrier.
+ * Numerics  fp32 throughout, weights bf16 or f32, the cache f32. A row's result depends neither on the
+ *           number of threads nor on the other rows of the step. */
 #include "kernels/cpu.h"
 
 #include "kernels/cpu_attention.h"

@@ -28,16 +28,18 @@
 
 enum { MAX_D = 512, MAX_QUERIES = CPU_QUERIES };
 
-/* Queries of one slot at consecutive positions, and the cache they read. */
+/* Queries of one slot at consecutive positions, the cache that they read, and what they have found. */
 struct tile {
     const float *keys, *values;
-    size_t count;
-    size_t length[MAX_QUERIES]; /* positions that a query sees: ascending */
-    float *q;                   /* [count][D], times scale */
-    float *o;                   /* [count][D], the weighted sum of V so far */
-    float top[MAX_QUERIES];     /* the largest score so far */
-    float sum[MAX_QUERIES];     /* of exp(score - top) so far */
+    size_t count, row[MAX_QUERIES], head[MAX_QUERIES];
+    size_t length[MAX_QUERIES];   /* positions that a query sees: ascending */
+    float q[MAX_QUERIES * MAX_D]; /* [count][D], times scale */
+    float o[MAX_QUERIES * MAX_D]; /* [count][D], the sum of V exp(score - top) so far */
+    float top[MAX_QUERIES];       /* the largest score so far */
+    float sum[MAX_QUERIES];       /* of exp(score - top) so far */
 };
+
+/* ---- one tile ---- */
 
 /* The scores of one query in a block of n positions become exp(score - top): what lies past its
  * length becomes 0, the maximum moves, and what was summed up is scaled to it. */
@@ -100,39 +102,24 @@ static void attend_span(struct tile *tile, size_t from, size_t to, size_t D, boo
     }
 }
 
-/* What was found in some parts of the cache: o[D] = sum of V exp(score - top), sum of exp(...). */
-struct found {
-    float top, sum, *o;
-};
-
-/* all += part, for parts in ascending order. A part where the query sees nothing has sum 0. */
-static void absorb(struct found *all, const struct found *part, size_t D) {
-    if (part->sum == 0) return;
-    const float top = part->top > all->top ? part->top : all->top;
-    const float keep = expf(all->top - top), weight = expf(part->top - top);
-    all->top = top;
-    all->sum = all->sum * keep + part->sum * weight;
-    for (size_t d = 0; d < D; d += 8)
-        store8(all->o + d, load8(all->o + d) * keep + load8(part->o + d) * weight);
-}
-
-/* A query's part in `partial`: o [D], top, sum. */
-static float *stored_part(const struct attention *a, size_t part, size_t row, size_t head) {
-    return a->partial + ((part * a->T + row) * a->H + head) * (a->D + 2);
-}
-
-/* Makes the tile's queries ready: nothing found yet. */
-static void start_tile(const struct attention *a, struct tile *tile, size_t group, size_t first) {
-    const size_t D = a->D, per_group = a->H / a->G;
-    for (size_t j = 0; j < tile->count; j++) {
-        const size_t row = (first + j) / per_group, head = (first + j) % per_group;
-        const float *from = a->q + row * a->q_stride + (group * per_group + head) * D;
-        tile->length[j] = (size_t)a->positions[row] + 1;
+/* Queries first..first + count of a group, all in one slot and at consecutive positions. */
+static void open_tile(const struct attention *a, struct tile *tile, size_t group, size_t first,
+                      size_t count) {
+    const size_t D = a->D, per_group = a->H / a->G, padded = (a->S + 15) / 16 * 16;
+    const size_t cache = (size_t)a->slots[first / per_group] * a->G + group;
+    tile->keys = a->keys + cache * padded * D;
+    tile->values = a->values + cache * a->S * D;
+    tile->count = count;
+    for (size_t j = 0; j < count; j++) {
+        tile->row[j] = (first + j) / per_group;
+        tile->head[j] = group * per_group + (first + j) % per_group;
+        tile->length[j] = (size_t)a->positions[tile->row[j]] + 1;
+        const float *from = a->q + tile->row[j] * a->q_stride + tile->head[j] * D;
         for (size_t d = 0; d < D; d += 8) store8(tile->q + j * D + d, load8(from + d) * a->scale);
     }
 }
 
-/* The tile's queries in one part of the cache. */
+/* One part of the cache: what the tile's queries find in it alone. */
 static void attend_part(const struct attention *a, struct tile *tile, size_t part) {
     const size_t D = a->D, length = tile->length[tile->count - 1], from = part * CPU_PART;
     for (size_t j = 0; j < tile->count; j++) {
@@ -144,59 +131,78 @@ static void attend_part(const struct attention *a, struct tile *tile, size_t par
                 a->T <= CPU_BRIEF);
 }
 
-/* Queries first..first + count of a group, all in one slot and at consecutive positions: one part,
- * stored (part >= 0), or all of them, to out. */
-static void attend_tile(const struct attention *a, size_t group, size_t first, size_t count,
-                        int part) {
-    const size_t D = a->D, per_group = a->H / a->G, padded = (a->S + 15) / 16 * 16;
-    const size_t cache = (size_t)a->slots[first / per_group] * a->G + group;
-    float q[MAX_QUERIES * MAX_D], o[MAX_QUERIES * MAX_D], total[MAX_QUERIES * MAX_D];
-    struct found all[MAX_QUERIES];
-    struct tile tile = {
-        a->keys + cache * padded * D, a->values + cache * a->S * D, count, {0}, q, o, {0}, {0}};
-    start_tile(a, &tile, group, first);
-    for (size_t j = 0; j < count; j++) {
-        const size_t row = (first + j) / per_group,
-                     head = group * per_group + (first + j) % per_group;
-        float *stored = part < 0 ? total + j * D : stored_part(a, (size_t)part, row, head);
-        all[j] = (struct found){-INFINITY, 0, stored};
-        for (size_t d = 0; d < D; d += 8) store8(stored + d, (v8f){0});
-    }
-    const size_t parts = (tile.length[count - 1] + CPU_PART - 1) / CPU_PART;
-    for (size_t p = part < 0 ? 0 : (size_t)part; p < parts && (part < 0 || p == (size_t)part);
-         p++) {
-        attend_part(a, &tile, p);
-        for (size_t j = 0; j < count; j++)
-            absorb(&all[j], &(struct found){tile.top[j], tile.sum[j], o + j * D}, D);
-    }
-    for (size_t j = 0; j < count; j++) {
-        const size_t row = (first + j) / per_group,
-                     head = group * per_group + (first + j) % per_group;
-        if (part >= 0) {
-            all[j].o[D] = all[j].top;
-            all[j].o[D + 1] = all[j].sum;
-            continue;
-        }
-        float *to = a->out + (row * a->H + head) * D;
-        for (size_t d = 0; d < D; d += 8) store8(to + d, load8(all[j].o + d) / all[j].sum);
-    }
+/* What a query has found in some parts. */
+struct found {
+    float top, sum, o[MAX_D];
+};
+
+static void find_nothing(struct found *found, size_t D) {
+    found->top = -INFINITY;
+    found->sum = 0;
+    for (size_t d = 0; d < D; d += 8) store8(found->o + d, (v8f){0});
 }
 
-/* The stored parts of one query. */
-static void merge(const struct attention *a, size_t row, size_t head, size_t parts) {
-    const size_t D = a->D;
-    float *out = a->out + (row * a->H + head) * D;
-    struct found all = {-INFINITY, 0, out};
-    for (size_t d = 0; d < D; d += 8) store8(out + d, (v8f){0});
+/* Adds a part to those before it. One where the query sees nothing has sum 0. */
+static void add_part(struct found *found, const float *o, float top, float sum, size_t D) {
+    if (sum == 0) return;
+    const float both = top > found->top ? top : found->top;
+    const float keep = expf(found->top - both), weight = expf(top - both);
+    for (size_t d = 0; d < D; d += 8)
+        store8(found->o + d, load8(found->o + d) * keep + load8(o + d) * weight);
+    found->sum = found->sum * keep + sum * weight;
+    found->top = both;
+}
+
+static void write_result(const struct attention *a, size_t row, size_t head,
+                         const struct found *found) {
+    float *to = a->out + (row * a->H + head) * a->D;
+    for (size_t d = 0; d < a->D; d += 8) store8(to + d, load8(found->o + d) / found->sum);
+}
+
+/* A tile in a long step: all parts one after the other, and the result. */
+static void attend_tile(const struct attention *a, struct tile *tile) {
+    const size_t D = a->D, count = tile->count;
+    const size_t parts = (tile->length[count - 1] + CPU_PART - 1) / CPU_PART;
+    struct found found[MAX_QUERIES];
+    for (size_t j = 0; j < count; j++) find_nothing(&found[j], D);
     for (size_t p = 0; p < parts; p++) {
-        float *stored = stored_part(a, p, row, head);
-        absorb(&all, &(struct found){stored[D], stored[D + 1], stored}, D);
+        attend_part(a, tile, p);
+        for (size_t j = 0; j < count; j++)
+            add_part(&found[j], tile->o + j * D, tile->top[j], tile->sum[j], D);
     }
-    for (size_t d = 0; d < D; d += 8) store8(out + d, load8(out + d) / all.sum);
+    for (size_t j = 0; j < count; j++) write_result(a, tile->row[j], tile->head[j], &found[j]);
 }
 
-/* Queries of a group from `first` on that go together: at most 6, one slot, consecutive positions.
- */
+/* Where a brief step keeps what a query has found in one part: o [D], top, sum. */
+static float *stored_part(const struct attention *a, size_t part, size_t row, size_t head) {
+    return a->partial + ((part * a->T + row) * a->H + head) * (a->D + 2);
+}
+
+/* A tile in a brief step: one part, stored. */
+static void store_part(const struct attention *a, struct tile *tile, size_t part) {
+    attend_part(a, tile, part);
+    for (size_t j = 0; j < tile->count; j++) {
+        float *to = stored_part(a, part, tile->row[j], tile->head[j]);
+        for (size_t d = 0; d < a->D; d += 8) store8(to + d, load8(tile->o + j * a->D + d));
+        to[a->D] = tile->top[j];
+        to[a->D + 1] = tile->sum[j];
+    }
+}
+
+/* The stored parts of one query, and the result. */
+static void merge_parts(const struct attention *a, size_t row, size_t head, size_t parts) {
+    struct found found;
+    find_nothing(&found, a->D);
+    for (size_t p = 0; p < parts; p++) {
+        const float *part = stored_part(a, p, row, head);
+        add_part(&found, part, part[a->D], part[a->D + 1], a->D);
+    }
+    write_result(a, row, head, &found);
+}
+
+/* ---- sharing the work ---- */
+
+/* How many queries of a group, from `first` on, are in one slot and at consecutive positions. */
 static size_t tile_count(const struct attention *a, size_t first, size_t end) {
     const size_t per_group = a->H / a->G;
     size_t count = 1;
@@ -213,33 +219,41 @@ size_t attention_owner(size_t group, size_t threads) {
     return group % threads;
 }
 
-/* Parts that the members share: all of a brief step's, else one, since there are tiles enough. */
-static size_t shared_parts(const struct attention *a) {
+/* Parts that hold the longest row of the step. */
+static size_t count_parts(const struct attention *a) {
     size_t longest = 1;
-    if (a->T > CPU_BRIEF) return 1;
     for (size_t t = 0; t < a->T; t++)
         if ((size_t)a->positions[t] + 1 > longest) longest = (size_t)a->positions[t] + 1;
     return (longest + CPU_PART - 1) / CPU_PART;
 }
 
+/* The tiles in queries first..end of a group: whole, or one part of them. */
+static void attend_queries(const struct attention *a, size_t group, size_t first, size_t end,
+                           size_t part, bool whole) {
+    struct tile tile;
+    for (size_t q = first; q < end; q += tile.count) {
+        open_tile(a, &tile, group, q, tile_count(a, q, end));
+        if (whole)
+            attend_tile(a, &tile);
+        else
+            store_part(a, &tile, part);
+    }
+}
+
+/* A long step goes group by group, so that their keys and values stay in the cache. A brief one
+ * starts with the newest part of every group, which its owner has just appended to. */
 void cpu_attend(const struct attention *a, struct member me) {
-    const size_t queries = a->T * (a->H / a->G), parts = shared_parts(a);
+    const bool brief = a->T <= CPU_BRIEF;
+    const size_t queries = a->T * (a->H / a->G), parts = brief ? count_parts(a) : 1;
     const size_t tiles = (queries + CPU_QUERIES - 1) / CPU_QUERIES;
-    for (size_t i = me.index; i < a->G * parts * tiles; i += me.count) {
-        /* A brief step: the newest part of every group first. A long one: group by group, so that
-         * their keys and values stay in the cache. */
-        const bool brief = a->T <= CPU_BRIEF;
+    for (size_t i = me.index; i < a->G * tiles * parts; i += me.count) {
         const size_t group = brief ? i % a->G : i / tiles;
-        const size_t tile = brief ? i / a->G % tiles : i % tiles;
-        const size_t part = parts - 1 - i / a->G / tiles;
-        const size_t first = tile * CPU_QUERIES, left = queries - first;
-        const size_t end = first + (left < CPU_QUERIES ? left : CPU_QUERIES);
-        for (size_t q = first, count; q < end; q += count) {
-            count = tile_count(a, q, end);
-            attend_tile(a, group, q, count, parts > 1 ? (int)part : -1);
-        }
+        const size_t first = (brief ? i / a->G % tiles : i % tiles) * CPU_QUERIES;
+        const size_t end = queries - first < CPU_QUERIES ? queries : first + CPU_QUERIES;
+        attend_queries(a, group, first, end, parts - 1 - i / (a->G * tiles), parts == 1);
     }
     if (parts == 1) return;
     team_barrier(me); /* all parts are written | the merge reads them */
-    for (size_t i = me.index; i < a->T * a->H; i += me.count) merge(a, i / a->H, i % a->H, parts);
+    for (size_t i = me.index; i < a->T * a->H; i += me.count)
+        merge_parts(a, i / a->H, i % a->H, parts);
 }

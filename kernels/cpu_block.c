@@ -62,14 +62,16 @@ INLINE void tile_dots(const float *a, size_t lda, const float *b, float *y, size
 void block_dots(const float *a, size_t lda, const float *b, float *y, size_t rows, bool half,
                 size_t n) {
     for (size_t some; rows > 0; rows -= some, a += some * lda, y += some * CPU_PANEL) {
-        const bool whole = rows >= (half ? 12U : 6U);
-        some = whole ? (half ? 12 : 6) : 1;
-        if (whole && half)
-            tile_dots(a, lda, b, y, n, 12, 1);
-        else if (whole)
-            tile_dots(a, lda, b, y, n, 6, 2);
+        if (half && rows >= 12)
+            tile_dots(a, lda, b, y, n, 12, 1), some = 12;
+        else if (rows >= 6)
+            tile_dots(a, lda, b, y, n, 6, 2), some = 6;
+        else if (rows >= 4)
+            tile_dots(a, lda, b, y, n, 4, 2), some = 4;
+        else if (rows >= 2)
+            tile_dots(a, lda, b, y, n, 2, 2), some = 2;
         else
-            tile_dots(a, lda, b, y, n, 1, 2);
+            tile_dots(a, lda, b, y, n, 1, 2), some = 1;
     }
 }
 

@@ -12,7 +12,7 @@ void block_product(const float *a, size_t lda, const float *b, size_t ldb, float
 
 /* y[rows, 16] = a[rows, n] b[n, 16] with b a panel and y packed; of half a panel only the first
  * eight columns. n is a multiple of 8. Each y is summed as a dot product of vectors is: eight
- * chains, k = i mod 8 in chain i, which are added as sum8 adds lanes. */
+ * chains, k = i mod 8 in chain i, which are added in ascending order. */
 void block_dots(const float *a, size_t lda, const float *b, float *y, size_t rows, bool half,
                 size_t n);
 

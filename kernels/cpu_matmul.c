@@ -67,34 +67,39 @@ static size_t part_depth(size_t K) {
     return (K / parts + 15) / 16 * 16;
 }
 
-/* The row of a panel for element k: each part as the chains in which block_dots sums it up. */
-static size_t panel_row(size_t k, size_t K, enum dtype dtype) {
-    const size_t depth = part_depth(K), order = weight_order(k, K, dtype),
-                 part = order / depth * depth;
-    const size_t n = K - part < depth ? K - part : depth;
-    return part + (order - part) % 8 * (n / 8) + (order - part) / 8;
+/* Eight elements of up to eight rows, from k on, side by side: lane i of at[j] is x[i, k + j]. */
+INLINE void columns8(const struct input *in, const float *x, const float *scale, size_t rows,
+                     size_t k, v8f at[8]) {
+    for (size_t i = 0; i < 8; i++) {
+        at[i] = (v8f){0};
+        if (i < rows) at[i] = normalised8(in, x + i * in->x_stride, k, scale[i]);
+    }
+    transpose8(at);
 }
 
-/* Up to 16 rows as a panel [K][16] in the order of panel_row; missing rows are zeros. 16 elements
- * of a row are one line, used up before the next row's: rows a power of two apart share few places
- * in L1. */
+/* Up to 16 rows as a panel [K][16]; missing rows are zeros. Each part is laid out chain by chain, as
+ * block_dots sums it up: element e of the part, in weight order, is e / 8 in chain e mod 8. A line
+ * (16 elements) of a row is used up before the next row's: rows a power of two apart share few
+ * places in L1. */
 static void prepare_panel(const struct input *in, const float *x, size_t rows, float *to) {
+    const size_t depth = part_depth(in->K);
     float scale[CPU_PANEL] = {0};
     for (size_t i = 0; i < rows && in->norm; i++)
         scale[i] = norm_scale(x + i * in->x_stride, in->K, in->norm_eps);
-    for (size_t line = 0; line < in->K; line += 16)
-        for (size_t half = 0; half < CPU_PANEL; half += 8)
-            for (size_t k = line; k < in->K && k < line + 16; k += 8) {
-                v8f row[8];
-                for (size_t i = 0; i < 8; i++) {
-                    row[i] = (v8f){0};
-                    if (half + i < rows)
-                        row[i] = normalised8(in, x + (half + i) * in->x_stride, k, scale[half + i]);
+    for (size_t part = 0, n; part < in->K; part += n, to += n * CPU_PANEL) {
+        n = in->K - part < depth ? in->K - part : depth;
+        for (size_t line = 0; line < n; line += 16)
+            for (size_t half = 0; half < CPU_PANEL; half += 8)
+                for (size_t k = line, width = n - line < 16 ? 8 : 16; k < line + width; k += 8) {
+                    v8f at[8];
+                    columns8(in, x + half * in->x_stride, scale + half,
+                             rows < half ? 0 : rows - half, part + k, at);
+                    for (size_t i = 0; i < 8; i++) {
+                        const size_t e = line + weight_order(k - line + i, width, in->dtype);
+                        store8(to + (e % 8 * (n / 8) + e / 8) * CPU_PANEL + half, at[i]);
+                    }
                 }
-                transpose8(row);
-                for (size_t i = 0; i < 8; i++)
-                    store8(to + panel_row(k + i, in->K, in->dtype) * CPU_PANEL + half, row[i]);
-            }
+    }
 }
 
 /* What a member keeps to itself: its copy of the input (decode), or converted weights (prefill). */
@@ -168,7 +173,7 @@ INLINE void dots(const struct dots *d, const char *w, const float *x, float *y, 
 #define DOTS(dtype, R, M)                                                                          \
     static void dots_##dtype##_##R##M(const struct dots *d, const char *w, const float *x,         \
                                       float *y, size_t count) {                                    \
-        const size_t depth = part_depth(d->K), bytes = dtype == F32 ? 4 : 2;                       \
+        const size_t depth = part_depth(d->K), bytes = (dtype) == F32 ? 4 : 2;                     \
         for (; count > 0; count--, w += d->row, y++)                                               \
             for (size_t k = 0; k < d->K; k += depth)                                               \
                 dots(d, w + k * bytes, x + k, y, d->K - k < depth ? d->K - k : depth,              \

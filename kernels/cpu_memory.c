@@ -87,7 +87,11 @@ int cpu_allocate(struct engine *e, struct error *error) {
     const size_t bytes = (e->plan.bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     e->arena = aligned_alloc(HUGE_PAGE, bytes);
     e->layer = calloc((size_t)e->config->layers, sizeof *e->layer);
-    if (!e->arena || !e->layer) return no_memory(e, available, error);
+    if (!e->arena || !e->layer)
+        return fail(error, EXIT_MEMORY,
+                    "host memory: the system refused %zu MiB, though %zu MiB are free: is there a "
+                    "limit on the address space (ulimit -v)?",
+                    (e->plan.bytes >> 20) + 1, available >> 20);
     madvise(e->arena, bytes, MADV_HUGEPAGE); /* advice: 4 KB pages are right, too */
     return 0;
 }

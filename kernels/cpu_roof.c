@@ -1,11 +1,11 @@
 /* The CPU's roof, measured on the memory and with the vectors that the products use: what --bench
  * compares with, in the same minute, since a shared machine's bandwidth wanders.
  *
- * Reading   the weights (their first 512 MB), once a pass, by all threads, each in 1, 2 or 4
- * streams far apart; the fastest counts, since which one that is depends on the machine. Weights
- * smaller than the last-level cache are read from that cache, as a step of the model reads them:
- * then that is the roof. Small ones are read again until 256 MB are. FLOPs     12 independent
- * chains of multiply-adds a thread, in registers. */
+ * Reading   the weights (their first 512 MB), once a pass, by all threads, each in 1, 2 or 4 streams
+ *           far apart; the fastest counts, since which one that is depends on the machine. Weights
+ *           smaller than the last-level cache are read from that cache, as a step of the model reads
+ *           them: then that is the roof. Small ones are read again until 256 MB are.
+ * FLOPs     12 independent chains of multiply-adds a thread, in registers. */
 #define _POSIX_C_SOURCE 200809L
 #include "kernels/cpu.h"
 #include "kernels/simd.h"

@@ -112,7 +112,7 @@ int team_open(struct team **opened, int threads, struct error *error) {
     const size_t count = (size_t)threads;
     const size_t bytes = sizeof(struct team) + count * sizeof(struct worker);
     struct team *team = aligned_alloc(APART, (bytes + APART - 1) / APART * APART);
-    if (!team) return fail(error, EXIT_DEVICE, "host memory: none for %d threads", threads);
+    if (!team) return fail(error, EXIT_MEMORY, "host memory: none for %d threads", threads);
     memset(team, 0, bytes);
     team->count = count;
     pthread_mutex_init(&team->mutex, NULL);

@@ -1,6 +1,8 @@
 #include "model/config.h"
 
-#include <math.h>
+#include "tokenizer/utf8.h"
+
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -180,6 +182,17 @@ static int read_layers(struct config *c, const unsigned char *data, struct error
     return 0;
 }
 
+/* Printable UTF-8: a name is shown on terminals and in tables. */
+static bool is_printable(const char *name) {
+    const size_t bytes = strlen(name);
+    if (utf8_valid(name, bytes) != bytes) return false;
+    for (const char *c = name; *c; c++) {
+        const bool c1 = (unsigned char)c[0] == 0xc2 && (unsigned char)c[1] < 0xa0;
+        if ((unsigned char)*c < 0x20 || *c == 0x7f || c1) return false;
+    }
+    return true;
+}
+
 int config_read(struct config *config, const unsigned char *data, uint64_t bytes,
                 struct error *error) {
     int code = 0;
@@ -191,6 +204,8 @@ int config_read(struct config *config, const unsigned char *data, uint64_t bytes
     if (config->name[sizeof config->name - 1])
         return fail(error, EXIT_BAD_FILE, "config: the name does not end within its %zu bytes",
                     sizeof config->name);
+    if (!is_printable(config->name))
+        return fail(error, EXIT_BAD_FILE, "config: the name is not printable UTF-8");
     for (int i = 276; i < CONFIG_BYTES; i++)
         if (data[i]) return fail(error, EXIT_BAD_FILE, "config: unknown data at its byte %d", i);
     if ((code = read_fields(config, data, error))) return code;

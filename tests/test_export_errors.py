@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import writers
 from golden import tiny
-from tokenizer_data import DATA, need
+from tokenizer_data import DATA, ROOT, need
 from tqdm import tqdm
 
 from export.__main__ import catch_signals, main
@@ -531,3 +532,25 @@ def test_the_file_is_as_readable_as_any(exported, out):
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+# ---- what is no file ----
+
+
+def test_devices_and_pipes(tmp_path, capsys, tensors, out):
+    writers.hf_folder(tmp_path / "tiny", tiny.CONFIG, tensors)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main([str(tmp_path / "tiny"), "-o", str(pipe)]) == 2
+    assert "a device or a pipe" in capsys.readouterr().err and stat.S_ISFIFO(pipe.stat().st_mode)
+    refused(capsys, pipe, out, "a device or a pipe")
+
+
+def test_messages_survive_any_stream(tmp_path, tensors):
+    """No stderr at all; a stdout that cannot show the name's letters."""
+    writers.hf_folder(tmp_path / "tiny", tiny.CONFIG, tensors)
+    command = f"{sys.executable} -m export {tmp_path}/tiny -o {tmp_path}/model.bin --name né☃"
+    for way in ("2>&-", ">/dev/null"):
+        shell = f"LC_ALL=C PYTHONIOENCODING=ascii {command} {way}"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr

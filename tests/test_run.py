@@ -198,6 +198,21 @@ def test_stop_text_is_cut_off(bf16):
     assert answer(*base, "--stop", text[-3:].decode() + "\x01") == text  # held back, then released
 
 
+def test_a_whole_stop_text_beats_a_longer_one_that_may_come(bf16):
+    base = [bf16, "-p", "1, 2, 3, 4, 5,", "-t", 0, "-n", 40]
+    text = answer(*base)
+    at = len(text) // 2
+    short, longer = text[at : at + 3].decode(), text[at - 2 : at + 2].decode() + "\x01"
+    assert answer(*base, "--stop", longer, "--stop", short) == answer(*base, "--stop", short)
+    same_start = text[at : at + 3].decode() + "\x01"
+    assert answer(*base, "--stop", same_start, "--stop", short) == answer(*base, "--stop", short)
+
+
+def test_echo_is_whatever_the_prompt_is(bf16):
+    base = [bf16, "-p", "One upon two", "-n", 0, "--echo"]
+    assert answer(*base, "--stop", "upon") == answer(*base) == b"One upon two"
+
+
 # ---- streams ----
 
 
@@ -211,6 +226,34 @@ def test_closed_stdout_ends_quietly(bf16):
     assert pipe.stdout.strip() == b"141" and pipe.stderr == b""
     closed = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, check=False)
     assert closed.returncode == 141 and closed.stderr == b""
+
+
+def test_closed_stdin_is_no_prompt(bf16):
+    """The model file must not take the place of standard input."""
+    command = f"'{RUN}' '{bf16}' --quiet --tokenize -p - <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert done.returncode == 2 and done.stdout == b"" and done.stderr.count(b"\n") == 1
+
+
+def test_file_size_limit(bf16, tmp_path):
+    target = tmp_path / "logits"
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    assert "logits" in refusal(1, bf16, "-p", "Once", "--logits", target, preexec_fn=limit)
+
+
+def test_logits_do_not_overwrite_the_model(tmp_path, bf16):
+    link = tmp_path / "model.bin"
+    link.symlink_to(bf16)
+    assert "overwrite" in refusal(2, link, "-p", "Once", "--logits", link)
+    assert link.stat().st_size == bf16.stat().st_size > 1000
+
+
+def test_endless_files(bf16):
+    assert "longer than" in refusal(2, bf16, "-f", "/dev/zero")
+    assert "regular file" in refusal(3, bf16, "-p", "x", "-z", "/dev/zero")
 
 
 def test_full_disk_is_an_error(bf16):
@@ -250,6 +293,15 @@ def test_terminal_gets_no_control_characters(bf16, tmp_path):
     os.close(master)
     expected = "a[31mbc\ufffd(\te\né\n".encode()
     assert seen.replace(b"\r\n", b"\n") == expected
+
+
+@pytest.mark.parametrize("arguments", [["-p", "-"], ["--bench", "--pp", "0", "--tg", "100000"]])
+def test_signals_end_everything_else_at_once(bf16, arguments):
+    command = [RUN, str(bf16), *arguments]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=5) == -signal.SIGINT  # 130 to a shell
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
