@@ -2,7 +2,7 @@
  *
  * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions 0 to positions[t] of the
  *           row's slot; head h reads the cache of head h G / H.
- * Tiles     the H/G heads of a group and consecutive rows share K and V: query i of a group is head
+ * Tiles     the H/G heads of a group and the rows of a slot share K and V: query i of a group is head
  *           i % (H/G) of row i / (H/G), and a tile is up to 6 queries in a row. Scores of a tile come
  *           16 positions at a time from the key panels [D][16], as they lie in the cache, in blocks of
  *           CPU_KEYS; then the maximum moves, exp, and V's rows are added up. 6 x 2 vectors of sums
@@ -28,7 +28,7 @@
 
 enum { MAX_D = 512, MAX_QUERIES = CPU_QUERIES };
 
-/* Queries of one slot at consecutive positions, the cache that they read, and what they have found. */
+/* Queries of one slot at ascending positions, the cache that they read, and what they have found. */
 struct tile {
     const float *keys, *values;
     size_t count, row[MAX_QUERIES], head[MAX_QUERIES];
@@ -102,7 +102,7 @@ static void attend_span(struct tile *tile, size_t from, size_t to, size_t D, boo
     }
 }
 
-/* Queries first..first + count of a group, all in one slot and at consecutive positions. */
+/* Queries first..first + count of a group, all in one slot and at ascending positions. */
 static void open_tile(const struct attention *a, struct tile *tile, size_t group, size_t first,
                       size_t count) {
     const size_t D = a->D, per_group = a->H / a->G, padded = (a->S + 15) / 16 * 16;
@@ -142,9 +142,8 @@ static void find_nothing(struct found *found, size_t D) {
     for (size_t d = 0; d < D; d += 8) store8(found->o + d, (v8f){0});
 }
 
-/* Adds a part to those before it. One where the query sees nothing has sum 0. */
+/* Adds a part to those before it; the first one is never empty. */
 static void add_part(struct found *found, const float *o, float top, float sum, size_t D) {
-    if (sum == 0) return;
     const float both = top > found->top ? top : found->top;
     const float keep = expf(found->top - both), weight = expf(top - both);
     for (size_t d = 0; d < D; d += 8)
@@ -202,15 +201,13 @@ static void merge_parts(const struct attention *a, size_t row, size_t head, size
 
 /* ---- sharing the work ---- */
 
-/* How many queries of a group, from `first` on, are in one slot and at consecutive positions. */
+/* How many queries of a group, from `first` on, are in one slot and at ascending positions. */
 static size_t tile_count(const struct attention *a, size_t first, size_t end) {
     const size_t per_group = a->H / a->G;
     size_t count = 1;
     for (; first + count < end; count++) {
         const size_t row = (first + count) / per_group, before = (first + count - 1) / per_group;
-        if (row != before &&
-            (a->slots[row] != a->slots[before] || a->positions[row] != a->positions[before] + 1))
-            break;
+        if (a->slots[row] != a->slots[before] || a->positions[row] < a->positions[before]) break;
     }
     return count;
 }

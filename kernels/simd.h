@@ -1,6 +1,6 @@
 /* Vectors of eight floats in plain C: gcc's and clang's vector extensions, no intrinsics. The same
  * source becomes AVX2 with -march=haswell and pairs of SSE registers on a plain x86-64. Loads and
- * stores need no alignment. NaN passes through every function here. */
+ * stores need no alignment. NaN passes through, but for the two that compare (max8, largest8). */
 #ifndef KERNELS_SIMD_H
 #define KERNELS_SIMD_H
 
@@ -58,6 +58,14 @@ INLINE float sum8(v8f v) {
     return half[0] + half[1];
 }
 
+/* Sum of the lanes in ascending order: seven roundings, in the order in which prefill adds its
+ * chains (cpu_block.c). */
+INLINE float sum8_in_order(v8f v) {
+    float sum = v[0];
+    for (int i = 1; i < 8; i++) sum += v[i];
+    return sum;
+}
+
 /* The largest lane; NaN lanes may or may not count. */
 INLINE float largest8(v8f v) {
     v = max8(v, shuffle(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
@@ -79,14 +87,6 @@ INLINE v8f exp8_below_88(v8f x) {
     p = p * (r * r) + r + 1.0f;
     v8f power = (v8f)(((v8u)shifted + 127) << 23); /* 2^n: the exponent field is n + 127 */
     return select8((v8u)(x < -87.3f), (v8f){0}, p * power);
-}
-
-/* Sum of the lanes in ascending order: seven roundings, in the order in which prefill adds its
- * chains (cpu_block.c). */
-INLINE float sum8_in_order(v8f v) {
-    float sum = v[0];
-    for (int i = 1; i < 8; i++) sum += v[i];
-    return sum;
 }
 
 /* e^x: the same, and e^88 above 88. */

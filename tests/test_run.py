@@ -298,10 +298,13 @@ def test_terminal_gets_no_control_characters(bf16, tmp_path):
 @pytest.mark.parametrize("arguments", [["-p", "-"], ["--bench", "--pp", "0", "--tg", "100000"]])
 def test_signals_end_everything_else_at_once(bf16, arguments):
     command = [RUN, str(bf16), *arguments]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(0.5)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=5) == -signal.SIGINT  # 130 to a shell
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        time.sleep(0.5)
+        child.terminate()
+        try:
+            assert child.wait(timeout=5) == -signal.SIGTERM  # 143 to a shell
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
