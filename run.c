@@ -127,7 +127,7 @@ static int start_engine(struct run *r, struct limits limits, struct error *error
     const uint64_t weight_bytes = r->file.file_bytes - r->file.head_bytes;
     e->config = &r->file.config;
     e->ops = &cpu_ops;
-    e->plan.limits = limits;
+    e->plan.limits = limits; /* open reads the number of threads */
     int code = e->ops->open(e, error);
     if (!code) code = choose_context(r, &limits, error);
     if (code) return code;
@@ -161,8 +161,8 @@ static int choose_threads(const struct options *options) {
 
 /* ---- the prompt through the model ---- */
 
-/* Runs the prompt in chunks; the last `classified` rows of each get logits, those of the last chunk
- * alone where classified is 1. each (may be NULL) is called after every chunk. */
+/* Runs the prompt in chunks; every row gets logits, or the last row of the last chunk alone. each
+ * (may be NULL) is called after every chunk, with its number of rows. */
 static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, int, struct error *),
                    struct error *error) {
     struct engine *e = &r->engine;
@@ -243,6 +243,7 @@ static void report_speed(const struct options *o, const char *what, int tokens, 
 }
 
 static int generate(struct run *r, struct error *error) {
+    /* A first space is the tokenizer's own only where the text starts here: after BOS at most. */
     struct decoder decoder = {.started = !r->options.echo && r->prompt.count > 1};
     struct output output;
     int drawn = 0, code = 0;

@@ -32,7 +32,7 @@ static const struct option table[] = {
     {FLAG, "", "bench", TO(bench), NULL, 0, 0, "",
      "measure tokens per second and share of the roof"},
     {TEXT, "", "logits", TO(logits), NULL, 0, 0, "FILE",
-     "write the fp32 logits of every prompt position, [T, V]"},
+     "write the fp32 logits of every prompt position: positions x vocabulary"},
     {FLAG, "", "tokenize", TO(tokenize), NULL, 0, 0, "", "print the ids of the prompt"},
     {FLAG, "", "info", TO(info), NULL, 0, 0, "", "print what the model file holds and needs"},
     {FLAG, "", "check", TO(check), NULL, 0, 0, "",
@@ -41,7 +41,8 @@ static const struct option table[] = {
     {FLAG, "", "version", TO(version), NULL, 0, 0, "", "print the version"},
 
     {HEADING, "", "Prompt", 0, NULL, 0, 0, "", ""},
-    {TEXT, "pi", "prompt", TO(prompt), NULL, 0, 0, "TEXT", "the prompt; - reads standard input"},
+    {TEXT, "pi", "prompt", TO(prompt), NULL, 0, 0, "TEXT",
+     "the prompt (none: BOS alone); - reads standard input"},
     {TEXT, "f", "file", TO(prompt_file), NULL, 0, 0, "FILE",
      "the prompt from a file, byte for byte"},
     {TEXT, "", "ids", TO(ids), NULL, 0, 0, "\"1 2 3\"", "the prompt as ids, taken as they are"},
@@ -249,7 +250,7 @@ void options_help(void) {
     puts("run: transformer inference at the hardware's limit\n\n"
          "  ./run MODEL -p TEXT      continues the text\n"
          "  ./run MODEL --bench      measures tokens per second\n\n"
-         "MODEL is a model.bin; make one with: python3 -m export SOURCE -o model.bin");
+         "MODEL is a model.bin; make one with: .venv/bin/python -m export SOURCE -o model.bin");
     for (int i = 0; i < OPTIONS; i++) {
         const struct option *o = &table[i];
         if (o->kind == HEADING) {
@@ -265,7 +266,7 @@ void options_help(void) {
         putchar('\n');
     }
     puts(
-        "\nThe generated text alone goes to stdout, everything else to stderr.\n"
+        "\nGenerated text alone goes to stdout, messages go to stderr.\n"
         "Exit codes: 0 done, 1 internal, 2 usage, 3 bad model or tokenizer file, 4 out of memory,\n"
         "5 device, 128 + n ended by signal n (130: interrupted), 141 stdout closed.");
 }

@@ -68,7 +68,7 @@ static int read_header(struct model_file *file, struct error *error) {
     if ((size_t)got < sizeof h || memcmp(h, magic, sizeof magic) != 0)
         return fail(error, EXIT_BAD_FILE,
                     "%s: not a roofline model: expected %d bytes that start with ROOFLINE, found "
-                    "%llu bytes; make one with: python3 -m export SOURCE -o model.bin",
+                    "%llu bytes; make one with: .venv/bin/python -m export SOURCE -o model.bin",
                     file->path, HEADER_BYTES, (unsigned long long)file->file_bytes);
     if (read_u32(h + 8) != 1)
         return fail(error, EXIT_BAD_FILE,

@@ -21,7 +21,7 @@ struct sampling {
 };
 
 struct candidate {
-    float value; /* a logit, then a probability */
+    float value; /* a logit */
     int32_t id;
 };
 

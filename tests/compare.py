@@ -124,6 +124,7 @@ def main():
     report(options, rounds, lines.append)
     print("\n".join(lines))
     if options.output:
+        Path(options.output).parent.mkdir(exist_ok=True)
         Path(options.output).write_text("\n".join(lines) + "\n")
 
 
