@@ -18,36 +18,53 @@ FAST     := -O3 -march=$(ARCH) $(CONTRACT) -fno-math-errno
 WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Werror
 HARDEN   := -fstack-protector-strong -fPIE
 CFLAGS   ?= $(FAST)
-FLAGS    := $(CFLAGS) $(WARNINGS) $(HARDEN) $(EXTRA) -I. -MMD -MP -g
 LIBS     := -lsentencepiece -lpcre2-8 -lutf8proc -lxxhash -lm
 
 # ---- what this machine has ----
 try_c     = $(shell printf '$(1)\n' | $(CC) $(2) -x c -fsyntax-only - 2>/dev/null && echo yes)
 HASH     := \#
-NVCC     := $(shell command -v nvcc 2>/dev/null)
+ifeq ($(origin NVCC),undefined) # NVCC= builds without CUDA
+NVCC     := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+endif
 MISSING  := $(if $(call try_c,$(HASH)include <xxhash.h>),,libxxhash-dev) \
             $(if $(call try_c,$(HASH)include <utf8proc.h>),,libutf8proc-dev) \
             $(if $(call try_c,$(HASH)include <pcre2.h>,-DPCRE2_CODE_UNIT_WIDTH=8),,libpcre2-dev) \
             $(if $(shell printf '$(HASH)include <sentencepiece_processor.h>\n' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null && echo yes),,libsentencepiece-dev)
 MISSING  := $(strip $(MISSING))
 
-ifeq ($(MAKELEVEL)$(filter help clean deps demo test lint,$(MAKECMDGOALS)),0)
+FLAGS    := $(CFLAGS) $(WARNINGS) $(HARDEN) $(EXTRA) $(if $(NVCC),-DWITH_CUDA) -I. -MMD -MP -g
+
+# Machine code for every GPU from Ampere to Hopper, and PTX for later ones; `make CUDA_ARCHS=90a` is
+# quicker. The files of Hopper's own path hold no code for older ones.
+CUDA_ARCHS    ?= 80 86 89 90a
+CUDA_GENCODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_90,code=compute_90
+HOPPER_SOURCE := kernels/cuda_decode.cu kernels/cuda_few_rows.cu
+HOPPER_ARCHS  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
+NVCCFLAGS     ?= -O3
+CUDA_FLAGS    := -std=c++17 $(NVCCFLAGS) -lineinfo -DWITH_CUDA -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fPIE
+CUDA_LIBS     := $(if $(NVCC),-L$(dir $(NVCC))../lib64 -lcudart_static -ldl -lrt)
+
+ifeq ($(MAKELEVEL)$(filter help clean deps demo test test-gpu bench-gpu lint,$(MAKECMDGOALS)),0)
 $(info compiler   $(CC) $(shell $(CC) -dumpfullversion -dumpversion 2>/dev/null || echo "NOT FOUND: make deps"), -march=$(ARCH))
-$(info CUDA       $(if $(NVCC),$(NVCC); this version has no CUDA kernels yet: it runs on the CPU,no nvcc: CPU only))
+$(info CUDA       $(if $(NVCC),$(NVCC) for sm_ $(CUDA_ARCHS),no nvcc: the program will run on the CPU))
 $(info libraries  $(if $(MISSING),MISSING $(MISSING): make deps,all found))
 endif
 
 # ---- the program ----
 SOURCES  := $(wildcard model/*.c kernels/*.c tokenizer/*.c cli/*.c)
-OBJECTS  := $(SOURCES:%.c=$(B)/%.o) $(patsubst %.cc,$(B)/%.o,$(wildcard tokenizer/*.cc))
+CUDA_SOURCES := $(if $(NVCC),$(wildcard kernels/*.cu))
+# What the GPU programs link: no tokenizer, so no library but xxhash.
+ENGINE_C := $(filter model/% kernels/% %/utf8.c %/threads.c,$(SOURCES))
+ENGINE   := $(ENGINE_C:%.c=$(B)/%.o) $(CUDA_SOURCES:%.cu=$(B)/%.o)
+OBJECTS  := $(ENGINE) $(patsubst %.c,$(B)/%.o,$(filter-out $(ENGINE_C),$(SOURCES))) $(patsubst %.cc,$(B)/%.o,$(wildcard tokenizer/*.cc))
 
 .DEFAULT_GOAL := run
-.PHONY: deps demo test bench lint sanitize fuzz clean help FORCE
+.PHONY: deps demo test test-gpu bench bench-gpu lint sanitize fuzz clean help FORCE
 .DELETE_ON_ERROR:
 
 $(RUN): $(B)/run.o $(OBJECTS)
 	@echo '$(CXX) -o $@'
-	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS)
+	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS) $(CUDA_LIBS)
 
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D)
@@ -59,14 +76,20 @@ $(B)/%.o: %.cc $(B)/flags
 	@echo '$(CXX) $<'
 	@$(CXX) -std=c++17 $(FLAGS) -c $< -o $@
 
+$(B)/%.o: %.cu $(B)/flags
+	@mkdir -p $(@D)
+	@echo 'nvcc $<'
+	@$(NVCC) $(CUDA_FLAGS) $(if $(filter $<,$(HOPPER_SOURCE)),$(HOPPER_ARCHS),$(CUDA_GENCODE)) -c $< -o $@
+
 $(B)/cli/options.o: DEFINES := -DVERSION='"$(VERSION)"'
 $(B)/cli/bench.o: DEFINES = -DCOMMIT='"$(shell cat $(B)/commit)"'
 $(B)/cli/bench.o: $(B)/commit
 
+BUILD := $(CC) $(CXX) -pthread $(FLAGS) $(VERSION) $(NVCC) $(CUDA_FLAGS) $(CUDA_GENCODE)
 # Files that change when what they record changes: other flags or another commit rebuild.
 $(B)/flags: FORCE
 	@mkdir -p $(B)
-	@echo '$(CC) $(CXX) -pthread $(FLAGS) $(VERSION)' | cmp -s - $@ || echo '$(CC) $(CXX) -pthread $(FLAGS) $(VERSION)' > $@
+	@echo '$(BUILD)' | cmp -s - $@ || echo '$(BUILD)' > $@
 $(B)/commit: FORCE
 	@mkdir -p $(B)
 	@id=$$(git describe --always --dirty 2>/dev/null || echo unknown); echo $$id | cmp -s - $@ || echo $$id > $@
@@ -114,20 +137,32 @@ demo: deps
 	    | ./run $(MODEL) --special -p - -t 0
 
 # ---- tests ----
-C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(wildcard tests/test_*.c))
+C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(filter-out tests/test_gpu.c,$(wildcard tests/test_*.c)))
 PROGRAMS := $(B)/tests/tokenize $(B)/tests/bench_kernels
+GPU_PROGRAMS := $(if $(NVCC),$(B)/tests/test_gpu $(B)/tests/bench_gpu)
 
 $(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
 	@echo '$(CXX) -o $@'
-	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS) $(if $(findstring /test_,$@),-lcmocka)
+	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ $(LIBS) $(CUDA_LIBS) $(if $(findstring /test_,$@),-lcmocka)
+
+$(GPU_PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(ENGINE)
+	@echo '$(CXX) -o $@'
+	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ -lxxhash -lm $(CUDA_LIBS)
 
 test: deps
 	@$(MAKE) --no-print-directory run-tests
 
 .PHONY: run-tests
-run-tests: $(RUN) $(C_TESTS) $(PROGRAMS) $(MODEL) weights/SmolLM2-135M-Instruct-f32.bin
+run-tests: $(RUN) $(C_TESTS) $(PROGRAMS) $(GPU_PROGRAMS) $(MODEL) weights/SmolLM2-135M-Instruct-f32.bin
 	@for t in $(C_TESTS); do $$t || exit 1; done
 	ROOFLINE_RUN=$(abspath $(RUN)) ROOFLINE_BUILD=$(abspath $(B)) $(PYTHON) -m pytest -q tests $(PYTEST)
+
+# On a machine with a GPU; elsewhere it says that it skips. CASES picks tests by a part of their name.
+test-gpu: deps
+	@$(MAKE) --no-print-directory run-test-gpu
+.PHONY: run-test-gpu
+run-test-gpu: $(GPU_PROGRAMS)
+	$(if $(NVCC),$(B)/tests/test_gpu $(CASES),@echo 'skipped: no nvcc, so no CUDA kernels to test')
 
 sanitize: deps
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
@@ -140,9 +175,13 @@ bench: deps
 	./run $(MODEL) --bench
 	./run weights/SmolLM2-135M-Instruct-f32.bin --bench
 
+bench-gpu: deps
+	@$(MAKE) --no-print-directory $(B)/tests/bench_gpu
+	$(B)/tests/bench_gpu $(CASES)
+
 # ---- reading ----
 C_FILES  := $(SOURCES) run.c $(wildcard tests/*.c)
-FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h tokenizer/*.h cli/*.h tests/*.h)
+FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h kernels/*.cu kernels/*.cuh tokenizer/*.h cli/*.h tests/*.h)
 CHECKS   := -std=c11 -I. -DVERSION='""' -DCOMMIT='""' -march=$(ARCH)
 
 lint: deps
@@ -174,6 +213,8 @@ help:
 	@echo 'make            builds ./run (ARCH=haswell etc. for another machine; the default is this one)'
 	@echo 'make demo       installs what is missing, builds, fetches and exports SmolLM2-135M-Instruct, asks it'
 	@echo 'make test       installs what is missing, builds, runs every test'
+	@echo 'make test-gpu   every operator on the GPU against the CPU (CASES= picks some)'
+	@echo 'make bench-gpu  tokens per second, operators and their share of the roof, on the GPU'
 	@echo 'make deps       installs what is missing: Debian packages, and Python packages into .venv'
 	@echo 'make bench      tokens per second of the demo model, bf16 and f32'
 	@echo 'make lint       clang-format, clang-tidy, cppcheck, clang, ruff'

@@ -33,7 +33,8 @@ struct run {
     struct ids prompt;
     struct engine engine;
     struct sampler sampler;
-    FILE *logits; /* --logits writes here */
+    int last_rows; /* of the prompt's last chunk */
+    FILE *logits;  /* --logits writes here */
 };
 
 /* ---- the forward pass ---- */
@@ -121,14 +122,37 @@ static int choose_context(struct run *r, struct limits *limits, struct error *er
                       r->prompt.count, limits->context);
 }
 
+/* --device: a GPU where there is a usable one, unless the user says which. */
+static int choose_device(struct run *r, struct error *error) {
+    struct engine *e = &r->engine;
+    const char *asked = r->options.device;
+    char why[160] = "this build has no CUDA; nvcc where it was built is what it takes";
+    char rest = 0;
+    e->ops = &cpu_ops;
+    if (!strcmp(asked, "cpu")) return 0;
+    const bool automatic = !strcmp(asked, "auto"), first = !strcmp(asked, "cuda");
+    if (!automatic && !first && sscanf(asked, "cuda:%d%c", &e->device_number, &rest) != 1)
+        return fail(error, EXIT_USAGE, "--device is %s, expected auto, cpu, cuda or cuda:N", asked);
+#ifdef WITH_CUDA
+    if (cuda_usable(e->device_number, why)) {
+        e->ops = &cuda_ops;
+        return 0;
+    }
+    if (automatic) note(&r->options, "running on the CPU: %s", why);
+#endif
+    return automatic ? 0 : fail(error, EXIT_DEVICE, "--device %s: %s", asked, why);
+}
+
 /* Device, plan, one allocation, weights. */
 static int start_engine(struct run *r, struct limits limits, struct error *error) {
     struct engine *e = &r->engine;
     const uint64_t weight_bytes = r->file.file_bytes - r->file.head_bytes;
     e->config = &r->file.config;
-    e->ops = &cpu_ops;
+    int code = choose_device(r, error);
+    if (code) return code;
+    limits.device = e->ops != &cpu_ops;
     e->plan.limits = limits; /* open reads the number of threads */
-    int code = e->ops->open(e, error);
+    code = e->ops->open(e, error);
     if (!code) code = choose_context(r, &limits, error);
     if (code) return code;
     if (limits.chunk > limits.context) limits.chunk = limits.context;
@@ -171,8 +195,9 @@ static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, i
         if (signalled) return interrupted(error);
         int count = total - done < chunk ? total - done : chunk;
         bool last = done + count == total;
+        r->last_rows = count;
         e->ops->set_rows(e, r->prompt.id + done, count, 0, done);
-        forward(e, (struct rows){count, classify_all ? count : last});
+        e->ops->step(e, (struct rows){count, classify_all ? count : last}, forward);
         int code = each ? each(r, count, error) : 0;
         if (code) return code;
     }
@@ -205,25 +230,43 @@ static int print_prompt(struct run *r, struct decoder *decoder, struct output *o
     return 0;
 }
 
-/* Draws, prints, runs the new token, until one of the ends: n tokens, a stop token, a stop text, a
- * full context, a signal. Returns the tokens drawn through *drawn. */
+/* The draws of an answer: how many were asked for, and where the next one's token goes. */
+struct draws {
+    int asked, position;
+};
+
+/* Asks for one more id: from the logits that are there, or after a step of the id drawn last, which
+ * need not have come back for that. false: the context is full. */
+static bool ask(struct run *r, struct draws *draws) {
+    struct engine *e = &r->engine;
+    if (draws->asked > 0) {
+        if (draws->position == e->plan.limits.context) return false;
+        e->ops->step(e, (struct rows){1, 1}, forward);
+        draws->position++;
+    }
+    e->ops->draw(e, (struct rows){draws->asked ? 1 : r->last_rows, 1}, &r->sampler);
+    draws->asked++;
+    return true;
+}
+
+/* Draws and prints until one of the ends: n tokens, a stop token, a stop text, a full context, a
+ * signal. Where the device works beside the host, it is one draw ahead of the printing. Returns the
+ * tokens drawn through *drawn. */
 static int answer(struct run *r, struct decoder *decoder, struct output *output, int *drawn,
                   struct error *error) {
     struct engine *e = &r->engine;
     const struct options *o = &r->options;
-    int position = (int)r->prompt.count;
+    struct draws draws = {0, (int)r->prompt.count};
     int32_t id = NO_ID;
     for (*drawn = 0; o->tokens < 0 || *drawn < o->tokens; ++*drawn) {
         if (signalled) return interrupted(error);
-        if (*drawn > 0) {
-            if (position == e->plan.limits.context) {
-                note(o, "\nthe context of %d positions is full; -c sets it", position);
-                return 0;
-            }
-            e->ops->set_rows(e, &id, 1, 0, position++);
-            forward(e, (struct rows){1, 1});
+        while (draws.asked <= *drawn + e->ops->ahead && (o->tokens < 0 || draws.asked < o->tokens))
+            if (!ask(r, &draws)) break;
+        if (draws.asked == *drawn) {
+            note(o, "\nthe context of %d positions is full; -c sets it", draws.position);
+            return 0;
         }
-        int code = e->ops->sample(e, (struct rows){1, 1}, &r->sampler, &id, error);
+        int code = e->ops->take(e, &id, error);
         if (code) return code;
         if (is_stop(e->config, id) && !o->ignore_eos) return 0;
         sampler_accept(&r->sampler, id);
@@ -252,6 +295,7 @@ static int generate(struct run *r, struct error *error) {
     if (r->options.echo && (code = print_prompt(r, &decoder, &output, error))) return code;
     double start = seconds();
     if ((code = prefill(r, false, NULL, error))) return code;
+    if ((code = r->engine.ops->finish(&r->engine, error))) return code;
     double prompt_done = seconds();
     for (size_t i = 0; i < r->prompt.count; i++) sampler_accept(&r->sampler, r->prompt.id[i]);
     code = answer(r, &decoder, &output, &drawn, error);
@@ -276,8 +320,11 @@ static int generation(struct run *r, struct error *error) {
     if (code) return code;
     if (sampling->temperature > 0) note(&r->options, "seed %" PRIu64, sampling->seed);
     code = sampler_open(&r->sampler, *sampling, r->file.config.vocab_used, error);
-    struct limits limits = {r->options.context, r->options.chunk, 1, 1,
-                            choose_threads(&r->options)};
+    struct limits limits = {.context = r->options.context,
+                            .chunk = r->options.chunk,
+                            .slots = 1,
+                            .classified = 1,
+                            .threads = choose_threads(&r->options)};
     if (!code) code = start_engine(r, limits, error);
     if (!code) code = generate(r, error);
     return code;
@@ -291,8 +338,8 @@ static int write_logits(struct run *r, int rows, struct error *error) {
     if (!row) return fail(error, EXIT_MEMORY, "host memory: none for a row of logits");
     int code = 0;
     for (int i = 0; i < rows && !code; i++) {
-        r->engine.ops->read_logits(&r->engine, i, row);
-        if (fwrite(row, sizeof *row, vocab, r->logits) != vocab)
+        code = r->engine.ops->read_logits(&r->engine, i, row, error);
+        if (!code && fwrite(row, sizeof *row, vocab, r->logits) != vocab)
             code = fail(error, EXIT_INTERNAL, "%s: cannot be written: %s", r->options.logits,
                         strerror(errno));
     }
@@ -303,8 +350,11 @@ static int write_logits(struct run *r, int rows, struct error *error) {
 /* --logits: every position of the prompt, teacher-forced. */
 static int logits(struct run *r, struct error *error) {
     const int count = (int)r->prompt.count, chunk = r->options.chunk;
-    struct limits limits = {r->options.context ? r->options.context : count, chunk, 1, chunk,
-                            choose_threads(&r->options)};
+    struct limits limits = {.context = r->options.context ? r->options.context : count,
+                            .chunk = chunk,
+                            .slots = 1,
+                            .classified = chunk,
+                            .threads = choose_threads(&r->options)};
     int code = start_engine(r, limits, error);
     if (code) return code;
     struct stat model, target;
@@ -341,7 +391,11 @@ static int bench(struct run *r, struct error *error) {
     struct bench_plan plan;
     int code = bench_read(&plan, &r->options, error);
     if (code) return code;
-    struct limits limits = {plan.context, r->options.chunk, 1, 1, choose_threads(&r->options)};
+    struct limits limits = {.context = plan.context,
+                            .chunk = r->options.chunk,
+                            .slots = 1,
+                            .classified = 1,
+                            .threads = choose_threads(&r->options)};
     code = start_engine(r, limits, error);
     return code ? code : bench_run(&r->engine, &plan, &r->options, forward, error);
 }
@@ -364,7 +418,11 @@ static int run(struct run *r, struct error *error) {
     if (!code) code = open_tokenizer(r, error);
     if (code) return code;
     if (o->info) {
-        struct limits limits = {1, o->chunk, 1, 1, choose_threads(o)};
+        struct limits limits = {.context = 1,
+                                .chunk = o->chunk,
+                                .slots = 1,
+                                .classified = 1,
+                                .threads = choose_threads(o)};
         info_print(&r->file, r->tokenizer, limits);
         return 0;
     }

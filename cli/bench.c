@@ -51,11 +51,10 @@ int bench_read(struct bench_plan *plan, const struct options *options, struct er
     return 0;
 }
 
-/* One line of the table: `tokens` in steps of `rows`, after `depth` positions. */
+/* One line of the table: a prompt (pp) or an answer (tg) of `tokens` after `depth` positions. */
 struct test {
-    const char *kind; /* "pp" or "tg" */
-    int tokens, depth, rows;
-    bool classify_all; /* logits of each step (tg), or of the last alone (pp) */
+    int tokens, depth;
+    bool answer;
 };
 
 struct result {
@@ -70,17 +69,19 @@ struct result {
 
 /* Bytes read from memory and FLOPs of one step whose first row is at `position`: every weight once,
  * the cache up to each row (once for the rows of a step), two FLOPs a multiply-add. */
-static void step_work(const struct config *c, struct rows rows, int position, double *bytes,
+static void step_work(const struct engine *e, struct rows rows, int position, double *bytes,
                       double *flops) {
+    const struct config *c = e->config;
     const double width = c->width, vocab = c->vocab, layers = c->layers;
     const double queries = (double)c->heads * c->head_dim, keys = (double)c->kv_heads * c->head_dim;
     const double layer = (2 * queries + 2 * keys) * width + 3.0 * c->ffn * width;
     const double classifier = rows.classified ? vocab * width : 0;
+    const double cached = e->plan.limits.device ? (double)dtype_size(c->weight_dtype) : 4;
     const double last = (double)position + rows.count, before = position;
     const double pairs =
         (last * (last + 1) - before * (before + 1)) / 2; /* (row, position it sees) */
     *bytes += (layers * layer + classifier) * (double)dtype_size(c->weight_dtype) +
-              layers * 2 * keys * last * sizeof(float);
+              layers * 2 * keys * last * cached;
     *flops += 2 * (layers * layer * rows.count + classifier * rows.classified) +
               4 * layers * queries * pairs;
 }
@@ -94,49 +95,75 @@ static void random_tokens(int32_t *tokens, int count, int vocab, uint32_t *state
     }
 }
 
-/* `tokens` rows from `position` on, in steps of `rows`. */
-static void run_steps(struct engine *e, void (*step)(struct engine *, struct rows), int32_t *tokens,
-                      struct test test, int position, uint32_t *state) {
-    for (int done = 0; done < test.tokens; done += test.rows) {
-        int count = test.tokens - done < test.rows ? test.tokens - done : test.rows;
-        bool last = done + count == test.tokens;
-        random_tokens(tokens, count, e->config->vocab_used, state);
-        e->ops->set_rows(e, tokens, count, 0, position + done);
-        step(e, (struct rows){count, test.classify_all || last});
+/* A run of one test: the engine, its forward pass, and where random tokens come from. */
+struct runner {
+    struct engine *e;
+    void (*forward)(struct engine *, struct rows);
+    struct sampler greedy;
+    int32_t *tokens; /* [chunk] */
+    uint32_t state;
+};
+
+/* A prompt of test.tokens random tokens from `position` on; its last row gets logits. */
+static int run_prompt(struct runner *r, struct test test, int position, struct error *error) {
+    struct engine *e = r->e;
+    const int chunk = e->plan.limits.chunk;
+    for (int done = 0; done < test.tokens; done += chunk) {
+        int count = test.tokens - done < chunk ? test.tokens - done : chunk;
+        random_tokens(r->tokens, count, e->config->vocab_used, &r->state);
+        e->ops->set_rows(e, r->tokens, count, 0, position + done);
+        e->ops->step(e, (struct rows){count, done + count == test.tokens}, r->forward);
     }
+    return e->ops->finish(e, error);
 }
 
-static void test_work(const struct config *c, struct test test, double *bytes, double *flops) {
+/* An answer of test.tokens tokens, drawn and taken as generation does it. */
+static int run_answer(struct runner *r, struct test test, int position, struct error *error) {
+    struct engine *e = r->e;
+    int code = 0, taken = 0;
+    int32_t id;
+    random_tokens(r->tokens, 1, e->config->vocab_used, &r->state);
+    e->ops->set_rows(e, r->tokens, 1, 0, position);
+    for (int asked = 1; asked <= test.tokens && !code; asked++) {
+        e->ops->step(e, (struct rows){1, 1}, r->forward);
+        e->ops->draw(e, (struct rows){1, 1}, &r->greedy);
+        for (; taken < asked - e->ops->ahead && !code; taken++) code = e->ops->take(e, &id, error);
+    }
+    for (; taken < test.tokens && !code; taken++) code = e->ops->take(e, &id, error);
+    return code;
+}
+
+static void test_work(const struct engine *e, struct test test, double *bytes, double *flops) {
+    const int step = test.answer ? 1 : e->plan.limits.chunk;
     *bytes = *flops = 0;
-    for (int done = 0; done < test.tokens; done += test.rows) {
-        int count = test.tokens - done < test.rows ? test.tokens - done : test.rows;
-        struct rows rows = {count, test.classify_all || done + count == test.tokens};
-        step_work(c, rows, test.depth + done, bytes, flops);
+    for (int done = 0; done < test.tokens; done += step) {
+        int count = test.tokens - done < step ? test.tokens - done : step;
+        struct rows rows = {count, test.answer || done + count == test.tokens};
+        step_work(e, rows, test.depth + done, bytes, flops);
     }
 }
 
 /* Repetitions of one test, the roof measured beside each. */
-static int run_test(struct engine *e, struct test test, const struct options *options,
-                    void (*step)(struct engine *, struct rows), struct result *result,
-                    struct error *error) {
-    const int chunk = e->plan.limits.chunk, repetitions = options->repetitions;
-    const bool bytes_bind = test.classify_all;
-    int32_t *tokens = calloc((size_t)chunk, sizeof *tokens);
-    if (!tokens) return fail(error, EXIT_MEMORY, "host memory: none for %d tokens", chunk);
+static int run_test(struct runner *runner, struct test test, const struct options *options,
+                    struct result *result, struct error *error) {
+    struct engine *e = runner->e;
+    const int repetitions = options->repetitions;
     double bytes = 0, flops = 0, sum = 0, squares = 0;
-    uint32_t state = 1;
+    runner->state = 1;
     *result = (struct result){.test = test};
-    snprintf(result->name, sizeof result->name, test.depth ? "%s%d @ d%d" : "%s%d", test.kind,
-             test.tokens, test.depth);
-    test_work(e->config, test, &bytes, &flops);
+    snprintf(result->name, sizeof result->name, test.depth ? "%s%d @ d%d" : "%s%d",
+             test.answer ? "tg" : "pp", test.tokens, test.depth);
+    test_work(e, test, &bytes, &flops);
     for (int r = -1; r < repetitions; r++) { /* run -1 warms up */
         struct roof roof;
-        struct test fill = {"", test.depth, 0, chunk, false};
-        run_steps(e, step, tokens, fill, 0, &state);
+        struct test fill = {.tokens = test.depth};
+        int code = run_prompt(runner, fill, 0, error);
+        if (code) return code;
         e->ops->roof(e, &roof);
         double start = seconds();
-        run_steps(e, step, tokens, test, test.depth, &state);
+        code = (test.answer ? run_answer : run_prompt)(runner, test, test.depth, error);
         double taken = seconds() - start;
+        if (code) return code;
         if (r < 0) continue;
         double rate = test.tokens / taken;
         sum += rate;
@@ -144,10 +171,9 @@ static int run_test(struct engine *e, struct test test, const struct options *op
         result->roof_bytes += roof.bytes_per_second / repetitions;
         result->roof_flops += roof.flops_per_second / repetitions;
         result->share +=
-            (bytes_bind ? bytes / roof.bytes_per_second : flops / roof.flops_per_second) / taken /
+            (test.answer ? bytes / roof.bytes_per_second : flops / roof.flops_per_second) / taken /
             repetitions;
     }
-    free(tokens);
     result->rate = sum / repetitions;
     if (repetitions > 1)
         result->deviation = sqrt(fmax(0, (squares - sum * result->rate) / (repetitions - 1)));
@@ -185,7 +211,7 @@ static void print_quoted(const char *text, const char *quote) {
 
 static void print_md(const struct result *r, const struct engine *e) {
     struct model_line line = describe(e);
-    const bool bytes_bind = r->test.classify_all;
+    const bool bytes_bind = r->test.answer;
     printf("| %s | %s | %s | %s | %d | %s | ", line.name, line.size, line.params, e->ops->name,
            e->plan.limits.threads, r->name);
     printf("%.2f ± %.2f | %.2f | %.2f | %.1f %% of %.1f %s |\n", r->rate, r->deviation,
@@ -255,27 +281,42 @@ static void print_result(const struct result *r, const struct engine *e,
     fflush(stdout);
 }
 
-int bench_run(struct engine *e, const struct bench_plan *plan, const struct options *options,
-              void (*step)(struct engine *, struct rows), struct error *error) {
+/* Every test of the plan, in its order. */
+static int run_tests(struct runner *runner, const struct bench_plan *plan,
+                     const struct options *options, struct error *error) {
     const int tests = plan->pp_count + plan->tg_count;
     bool first = true;
-    print_head(e, options);
     for (int d = 0; d < plan->depth_count; d++) {
         for (int i = 0; i < tests; i++) {
-            bool pp = i < plan->pp_count;
-            struct test test = {.kind = pp ? "pp" : "tg",
-                                .tokens = pp ? plan->pp[i] : plan->tg[i - plan->pp_count],
+            bool answer = i >= plan->pp_count;
+            struct test test = {.tokens = answer ? plan->tg[i - plan->pp_count] : plan->pp[i],
                                 .depth = plan->depth[d],
-                                .rows = pp ? e->plan.limits.chunk : 1,
-                                .classify_all = !pp};
+                                .answer = answer};
             struct result result = {0};
             if (test.tokens == 0) continue; /* as users of llama-bench switch a test off */
-            int code = run_test(e, test, options, step, &result, error);
+            int code = run_test(runner, test, options, &result, error);
             if (code) return code;
-            print_result(&result, e, options, first);
+            print_result(&result, runner->e, options, first);
             first = false;
         }
     }
+    return 0;
+}
+
+int bench_run(struct engine *e, const struct bench_plan *plan, const struct options *options,
+              void (*forward)(struct engine *, struct rows), struct error *error) {
+    struct runner runner = {.e = e, .forward = forward};
+    const struct sampling greedy = {.top_p = 1, .repeat_penalty = 1};
+    int code = sampler_open(&runner.greedy, greedy, e->config->vocab_used, error);
+    if (code) return code;
+    runner.tokens = calloc((size_t)e->plan.limits.chunk, sizeof *runner.tokens);
+    if (!runner.tokens)
+        code = fail(error, EXIT_MEMORY, "host memory: none for %d tokens", e->plan.limits.chunk);
+    print_head(e, options);
+    if (!code) code = run_tests(&runner, plan, options, error);
+    free(runner.tokens);
+    sampler_close(&runner.greedy);
+    if (code) return code;
     if (options->form == FORM_JSON) puts("]");
     if (options->form == FORM_MD) printf("\nbuild: %s\n", COMMIT);
     return 0;

@@ -19,8 +19,8 @@ struct bench_plan {
 int bench_read(struct bench_plan *plan, const struct options *options, struct error *error);
 
 /* Runs the tests on an engine whose plan holds plan->context positions, and prints the table on
- * stdout. step is the forward pass. */
+ * stdout. */
 int bench_run(struct engine *e, const struct bench_plan *plan, const struct options *options,
-              void (*step)(struct engine *, struct rows), struct error *error);
+              void (*forward)(struct engine *, struct rows), struct error *error);
 
 #endif

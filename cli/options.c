@@ -83,7 +83,8 @@ static const struct option table[] = {
     {CHOICE, "o", "output", TO(form), "md", 0, 0, "md|csv|json|jsonl", "form of the table"},
 
     {HEADING, "", "Machine and messages", 0, NULL, 0, 0, "", ""},
-    {TEXT, "", "device", TO(device), "cpu", 0, 0, "NAME", "cpu; this build has no other"},
+    {TEXT, "", "device", TO(device), "auto", 0, 0, "NAME",
+     "auto (a GPU where one can be used, else the CPU), cpu, cuda or cuda:N"},
     {INTEGER, "", "threads", TO(threads), "0", 0, 1024, "N",
      "0: OMP_NUM_THREADS, else the cores this process may use"},
     {INTEGER, "", "chunk", TO(chunk), "512", 1, 65536, "N", "prompt tokens of one step"},
@@ -218,9 +219,6 @@ static int check_together(const struct options *o, struct error *error) {
     if (!o->model)
         return fail(error, EXIT_USAGE, "no model; try: ./run model.bin -p \"Once upon a time\"");
     if (o->tokenize && o->ids) return fail(error, EXIT_USAGE, "--tokenize needs text, found --ids");
-    if (strcmp(o->device, "cpu") != 0)
-        return fail(error, EXIT_DEVICE, "device %s is not available: this build has only cpu",
-                    o->device);
     return 0;
 }
 

@@ -37,4 +37,27 @@ enum {
 /* Floats that one thread keeps to itself (REGION_THREADS). */
 enum { THREAD_FLOATS = CPU_TILE_ROWS * CPU_TILE_DEPTH };
 
+/* ---- CUDA ---- */
+enum {
+    /* Rows of a step that is captured as a graph and replayed: above, a launch costs less than 1 % of
+     * what its kernel does. */
+    CUDA_GRAPH_ROWS = 16,
+    /* Rows up to which attention splits the cache of each row, and products stream weights past rows
+     * that stay: two n8 tiles of the tensor cores. */
+    CUDA_DECODE_ROWS = 16,
+    /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
+    CUDA_MATVEC_ROWS = 4,
+    /* Parts that decode attention cuts a row's positions into, at most, and the least positions of one:
+     * 8 kv heads x 16 parts fill 132 multiprocessors once. */
+    CUDA_PARTS = 64,
+    CUDA_PART_POSITIONS = 64,
+    /* The largest head size: attention keeps its sums of a head in registers. */
+    CUDA_LARGEST_HEAD = 256,
+    /* u32 that kernels count in: zero between kernels. */
+    CUDA_COUNTERS = 4096,
+    /* u32 of the sampler beside two for each id: the ids that the repetition penalty looks back on (at
+     * most 4096), and its counters. */
+    CUDA_DRAW_WORDS = 16384
+};
+
 #endif

@@ -333,13 +333,34 @@ static float *logits_row(const struct engine *e, int row) {
     return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
 }
 
-static int cpu_sample(struct engine *e, struct rows rows, struct sampler *sampler, int32_t *id,
-                      struct error *error) {
-    return sampler_draw(sampler, logits_row(e, rows.classified - 1), id, error);
+static void cpu_draw(struct engine *e, struct rows rows, struct sampler *sampler) {
+    e->sampler = sampler;
+    e->drawn_row = rows.classified - 1;
+    row_numbers(e, 1)[0] = row_numbers(e, 1)[rows.count - 1];
+    row_numbers(e, 2)[0] = row_numbers(e, 2)[rows.count - 1] + 1;
 }
 
-static void cpu_read_logits(struct engine *e, int row, float *logits) {
+static int cpu_take(struct engine *e, int32_t *id, struct error *error) {
+    const int code = sampler_draw(e->sampler, logits_row(e, e->drawn_row), id, error);
+    row_numbers(e, 0)[0] = *id;
+    return code;
+}
+
+static int cpu_read_logits(struct engine *e, int row, float *logits, struct error *error) {
+    (void)error;
     memcpy(logits, logits_row(e, row), (size_t)e->config->vocab_used * sizeof *logits);
+    return 0;
+}
+
+static void cpu_step(struct engine *e, struct rows rows,
+                     void (*forward)(struct engine *e, struct rows rows)) {
+    forward(e, rows);
+}
+
+static int cpu_finish(struct engine *e, struct error *error) {
+    (void)e;
+    (void)error;
+    return 0;
 }
 
 const struct ops cpu_ops = {.name = "cpu",
@@ -349,12 +370,15 @@ const struct ops cpu_ops = {.name = "cpu",
                             .upload = cpu_upload,
                             .close = cpu_close,
                             .set_rows = cpu_set_rows,
+                            .step = cpu_step,
                             .embed = cpu_embed,
                             .qkv = cpu_qkv,
                             .attend = cpu_attend_layer,
                             .project = cpu_project,
                             .gate_up = cpu_gate_up,
                             .classify = cpu_classify,
-                            .sample = cpu_sample,
+                            .draw = cpu_draw,
+                            .take = cpu_take,
                             .read_logits = cpu_read_logits,
+                            .finish = cpu_finish,
                             .roof = cpu_roof};

@@ -69,21 +69,9 @@ size_t cpu_free_memory(const struct engine *e) {
 
 /* ---- the arena ---- */
 
-/* One line: what is needed, what there is, and the context that would fit. */
-static int no_memory(const struct engine *e, size_t available, struct error *error) {
-    const struct plan *plan = &e->plan;
-    const int fits = plan_largest_context(e->config, plan->region[REGION_WEIGHTS].bytes,
-                                          plan->limits, available);
-    char advice[64] = "not even a context of 1 fits";
-    if (fits > 0) snprintf(advice, sizeof advice, "the longest context that fits is %d", fits);
-    return fail(error, EXIT_MEMORY,
-                "host memory: %zu MiB needed for a context of %d, %zu MiB free: %s",
-                (plan->bytes >> 20) + 1, plan->limits.context, available >> 20, advice);
-}
-
 int cpu_allocate(struct engine *e, struct error *error) {
     const size_t available = cpu_free_memory(e);
-    if (e->plan.bytes > available) return no_memory(e, available, error);
+    if (e->plan.bytes > available) return engine_no_memory(e, "host", available, error);
     const size_t bytes = (e->plan.bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     e->arena = aligned_alloc(HUGE_PAGE, bytes);
     e->layer = calloc((size_t)e->config->layers, sizeof *e->layer);
@@ -106,25 +94,6 @@ void cpu_close(struct engine *e) {
 }
 
 /* ---- the weights ---- */
-
-/* The bytes between tensors, and after the last one, are zero: whatever else is in them came from a
- * file that was changed. */
-static int check_gaps(const struct engine *e, const struct model_file *file, struct error *error) {
-    const char *weights = engine_region(e, REGION_WEIGHTS);
-    for (uint64_t i = 0; i < file->tensor_count; i++) {
-        const struct tensor *t = &file->tensors[i];
-        const uint64_t end = i + 1 < file->tensor_count ? file->tensors[i + 1].offset
-                                                        : file->file_bytes - file->head_bytes;
-        for (uint64_t at = t->offset + t->bytes; at < end; at++)
-            if (weights[at])
-                return fail(error, EXIT_BAD_FILE,
-                            "%s: byte %llu after tensor %s is 0x%02x, expected 0: the file is "
-                            "damaged, export it again",
-                            file->path, (unsigned long long)(file->head_bytes + at), t->name,
-                            (unsigned char)weights[at]);
-    }
-    return 0;
-}
 
 /* The weights being read: blocks are taken in turn, whoever is free. */
 struct reading {
@@ -163,6 +132,6 @@ int cpu_upload(struct engine *e, const struct model_file *file, struct error *er
     team_run(team_of(e), read_blocks, &reading);
     pthread_mutex_destroy(&reading.mutex);
     if (reading.failed < SIZE_MAX) return error->code;
-    const int code = check_gaps(e, file, error);
+    const int code = engine_check_gaps(file, reading.to, 0, reading.bytes, error);
     return code ? code : engine_locate_weights(e, file->tensors, file->tensor_count, error);
 }

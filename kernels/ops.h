@@ -8,6 +8,8 @@
 #include "model/plan.h"
 #include "model/sampler.h"
 
+#include <stdbool.h>
+
 /* The rows of one step. A row is (token, slot, position), kept where the backend computes. */
 struct rows {
     int count;      /* T, 1 to plan.limits.chunk */
@@ -26,7 +28,10 @@ struct roof {
 };
 
 struct ops {
-    const char *name; /* "cpu" */
+    const char *name; /* "cpu", "cuda" */
+    /* Draws that may be under way while the next step is asked for: 1 where a device works beside the
+     * host, 0 where they are one. */
+    int ahead;
 
     /* ---- life cycle ---- */
     /* Takes the device and writes its description (engine.device). EXIT_DEVICE. */
@@ -39,9 +44,14 @@ struct ops {
     int (*upload)(struct engine *e, const struct model_file *file, struct error *error);
     void (*close)(struct engine *e);
 
-    /* ---- one step: rows first, then the operators in the order of the forward pass ---- */
+    /* ---- one step: rows first, then the operators in the order of the forward pass ----
+     * A device does them some time later: what fails there is kept, and take, read_logits and finish
+     * report it. */
     /* The rows of the next step: consecutive positions of one slot, from `position` on. */
     void (*set_rows)(struct engine *e, const int32_t *tokens, int count, int slot, int position);
+    /* Runs forward, which calls the operators below; or repeats what it did for such rows before. */
+    void (*step)(struct engine *e, struct rows rows,
+                 void (*forward)(struct engine *e, struct rows rows));
     /* x[T,C] = embedding of the tokens; prepares what depends on the positions alone. */
     void (*embed)(struct engine *e, struct rows rows);
     /* q, and K and V appended to the cache: RMSNorm, projection, RoPE. */
@@ -57,11 +67,16 @@ struct ops {
     void (*classify)(struct engine *e, struct rows rows);
 
     /* ---- results ---- */
-    /* Draws an id from the last classified row. EXIT_INTERNAL for logits that are not numbers. */
-    int (*sample)(struct engine *e, struct rows rows, struct sampler *sampler, int32_t *id,
-                  struct error *error);
-    /* Copies the logits of one of the classified rows: vocab_used floats. */
-    void (*read_logits)(struct engine *e, int row, float *logits);
+    /* Asks for an id drawn from the last classified row. Row 0 becomes that id at the next position, so
+     * that a step of one row can follow at once. */
+    void (*draw)(struct engine *e, struct rows rows, struct sampler *sampler);
+    /* Waits for the oldest draw that was not taken. EXIT_INTERNAL for logits that are not numbers,
+     * EXIT_DEVICE. */
+    int (*take)(struct engine *e, int32_t *id, struct error *error);
+    /* Copies the logits of one of the classified rows: vocab_used floats. EXIT_DEVICE. */
+    int (*read_logits)(struct engine *e, int row, float *logits, struct error *error);
+    /* Waits until all that was asked for is done. EXIT_DEVICE. */
+    int (*finish)(struct engine *e, struct error *error);
 
     /* Measures the roof now; takes about 0.1 s. */
     void (*roof)(struct engine *e, struct roof *roof);
@@ -81,9 +96,12 @@ struct engine {
     const struct config *config;
     const struct ops *ops;
     struct plan plan;
-    char device[160]; /* "AMD EPYC, 2 threads, AVX2" */
-    char *arena;      /* plan.bytes, laid out by plan.region */
-    void *backend;    /* what the backend keeps for itself */
+    char device[160];        /* "AMD EPYC, 2 threads, AVX2" */
+    char *arena;             /* plan.bytes, laid out by plan.region, in the backend's memory */
+    void *backend;           /* what the backend keeps for itself */
+    int device_number;       /* of several GPUs; set before open */
+    struct sampler *sampler; /* of the draw that the CPU makes when it is taken */
+    int drawn_row;           /* and its classified row */
 
     /* Into the arena. */
     const float *rope;           /* [rope_tables, rotary_dims/2] */
@@ -94,6 +112,22 @@ struct engine {
 };
 
 extern const struct ops cpu_ops;
+#ifdef WITH_CUDA
+extern const struct ops cuda_ops;
+/* Whether a GPU with this number can be used; why not, where it cannot. */
+bool cuda_usable(int number, char why[160]);
+#endif
+
+/* EXIT_MEMORY for a plan that is larger than what is free: one line with both, and the context that
+ * would fit. memory: "host" or "device". */
+int engine_no_memory(const struct engine *e, const char *memory, size_t available,
+                     struct error *error);
+
+/* The bytes between tensors, and after the last one, are zero: whatever else is in them came from a
+ * file that was changed. Looks at `bytes` of them that lie at `data`, from offset `from`.
+ * EXIT_BAD_FILE. */
+int engine_check_gaps(const struct model_file *file, const char *data, uint64_t from, size_t bytes,
+                      struct error *error);
 
 /* Points rope, embed, layer[], norm_final and classifier at their tensors in REGION_WEIGHTS.
  * EXIT_INTERNAL for a tensor that this engine does not know. */

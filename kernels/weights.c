@@ -1,5 +1,4 @@
-/* Where the weights lie, found by the names of the tensors (model/format.md): the same for every
- * backend. */
+/* What every backend does alike with the plan and the weights. */
 #include "kernels/ops.h"
 
 #include <stdbool.h>
@@ -55,5 +54,36 @@ int engine_locate_weights(struct engine *e, const struct tensor *tensors, uint64
             return fail(error, EXIT_INTERNAL, "tensor %s has no place in the engine", t->name);
     }
     if (e->config->tied) e->classifier = e->embed;
+    return 0;
+}
+
+int engine_no_memory(const struct engine *e, const char *memory, size_t available,
+                     struct error *error) {
+    const struct plan *plan = &e->plan;
+    const int fits = plan_largest_context(e->config, plan->region[REGION_WEIGHTS].bytes,
+                                          plan->limits, available);
+    char advice[64] = "not even a context of 1 fits";
+    if (fits > 0) snprintf(advice, sizeof advice, "the longest context that fits is %d", fits);
+    return fail(error, EXIT_MEMORY,
+                "%s memory: %zu MiB needed for a context of %d, %zu MiB free: %s", memory,
+                (plan->bytes >> 20) + 1, plan->limits.context, available >> 20, advice);
+}
+
+int engine_check_gaps(const struct model_file *file, const char *data, uint64_t from, size_t bytes,
+                      struct error *error) {
+    for (uint64_t i = 0; i < file->tensor_count; i++) {
+        const struct tensor *t = &file->tensors[i];
+        const uint64_t next = i + 1 < file->tensor_count ? file->tensors[i + 1].offset
+                                                         : file->file_bytes - file->head_bytes;
+        const uint64_t end = next < from + bytes ? next : from + bytes;
+        uint64_t at = t->offset + t->bytes;
+        for (at = at > from ? at : from; at < end; at++)
+            if (data[at - from])
+                return fail(error, EXIT_BAD_FILE,
+                            "%s: byte %llu after tensor %s is 0x%02x, expected 0: the file is "
+                            "damaged, export it again",
+                            file->path, (unsigned long long)(file->head_bytes + at), t->name,
+                            (unsigned char)data[at - from]);
+    }
     return 0;
 }

@@ -3,8 +3,9 @@
 #include "kernels/config.h"
 
 static const char *const region_names[REGIONS] = {
-    "weights",   "keys",         "values", "rows",         "RoPE",  "residual stream", "qkv",
-    "attention", "feed-forward", "logits", "input panels", "parts", "thread buffers"};
+    "weights",      "keys",    "values",         "rows",         "RoPE",   "residual stream",
+    "qkv",          "queries", "attention",      "feed-forward", "logits", "input panels",
+    "norm factors", "parts",   "thread buffers", "counters",     "sampler"};
 
 const char *region_name(enum region region) {
     return region_names[region];
@@ -16,6 +17,9 @@ static uint64_t round_up(uint64_t n, uint64_t to) {
 static uint64_t max(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
+static uint64_t min(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
 
 /* Bytes of each region. No product can overflow: the limits of the config and of the context bound
  * every factor (2^10 layers x 2^10 slots x 2^10 heads x 2^22 positions x 2^9 x 4 bytes < 2^64). */
@@ -26,27 +30,41 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     const uint64_t ffn = (uint64_t)c->ffn, rows = (uint64_t)limits.chunk;
     const uint64_t positions = (uint64_t)limits.context;
     const uint64_t caches = (uint64_t)c->layers * (uint64_t)limits.slots * kv_heads;
-    const uint64_t widest = max(width, max(heads * head_dim, ffn));
+    const uint64_t m = dtype_size(c->weight_dtype);
 
     bytes[REGION_WEIGHTS] = weight_bytes;
-    bytes[REGION_KEYS] = 4 * caches * round_up(positions, CPU_PANEL) * head_dim;
-    bytes[REGION_VALUES] = 4 * caches * positions * head_dim;
     bytes[REGION_ROWS] = 12 * rows;
     bytes[REGION_ROPE] = 4 * (uint64_t)c->rope_tables * rows * (uint64_t)c->rotary_dims;
     bytes[REGION_X] = 4 * rows * width;
     bytes[REGION_QKV] = 4 * rows * (heads + 2 * kv_heads) * head_dim;
-    bytes[REGION_A] = 4 * rows * heads * head_dim;
-    bytes[REGION_H] = 4 * rows * 2 * ffn;
     bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
-    bytes[REGION_PANELS] = 4 * round_up(rows, CPU_PANEL) * widest;
-    bytes[REGION_PARTS] = 4 * (round_up(positions, CPU_PART) / CPU_PART) *
-                          (rows < CPU_BRIEF ? rows : CPU_BRIEF) * heads * (head_dim + 2);
-    bytes[REGION_THREADS] = 4 * (uint64_t)limits.threads * THREAD_FLOATS;
+    if (limits.device) {
+        bytes[REGION_KEYS] = m * caches * positions * head_dim;
+        bytes[REGION_VALUES] = m * caches * positions * head_dim;
+        bytes[REGION_Q] = m * rows * heads * head_dim;
+        bytes[REGION_A] = m * rows * heads * head_dim;
+        bytes[REGION_H] = m * rows * ffn;
+        bytes[REGION_PANELS] = m * rows * width;
+        bytes[REGION_SCALES] = 4 * rows;
+        bytes[REGION_PARTS] = 4 * min(rows, CUDA_DECODE_ROWS) * CUDA_PARTS * heads * (head_dim + 2);
+        bytes[REGION_COUNTERS] = 4 * CUDA_COUNTERS;
+        bytes[REGION_DRAWS] = 4 * (CUDA_DRAW_WORDS + 2 * (uint64_t)c->vocab);
+    } else {
+        bytes[REGION_KEYS] = 4 * caches * round_up(positions, CPU_PANEL) * head_dim;
+        bytes[REGION_VALUES] = 4 * caches * positions * head_dim;
+        bytes[REGION_A] = 4 * rows * heads * head_dim;
+        bytes[REGION_H] = 4 * rows * 2 * ffn;
+        bytes[REGION_PANELS] =
+            4 * round_up(rows, CPU_PANEL) * max(width, max(heads * head_dim, ffn));
+        bytes[REGION_PARTS] = 4 * (round_up(positions, CPU_PART) / CPU_PART) *
+                              min(rows, CPU_BRIEF) * heads * (head_dim + 2);
+        bytes[REGION_THREADS] = 4 * (uint64_t)limits.threads * THREAD_FLOATS;
+    }
 }
 
 int plan_make(struct plan *plan, const struct config *config, uint64_t weight_bytes,
               struct limits limits, struct error *error) {
-    uint64_t bytes[REGIONS], end = 0;
+    uint64_t bytes[REGIONS] = {0}, end = 0;
     region_sizes(bytes, config, weight_bytes, limits);
     plan->limits = limits;
     for (int r = 0; r < REGIONS; r++) {

@@ -5,6 +5,8 @@
 
 #include "model/config.h"
 
+#include <stdbool.h>
+
 /* What a run needs beside the model itself. */
 struct limits {
     int context;    /* positions of a slot */
@@ -12,24 +14,32 @@ struct limits {
     int slots;      /* sequences side by side */
     int classified; /* rows of a step that get logits, at most */
     int threads;
+    bool device; /* the regions as the CUDA backend lays them out, else as the CPU backend does */
 };
 
+/* m is the dtype of the weights. Where the backends differ, "CPU |" comes before "CUDA". */
 enum region {
     REGION_WEIGHTS, /* the tensors as they lie in the file */
-    REGION_KEYS, /* f32 [L, slots, G, S/16, D, 16], S rounded up to 16: 16 positions side by side */
-    REGION_VALUES, /* f32 [L, slots, G, S, D] */
-    REGION_ROWS,   /* i32 [3, T]: token, slot, position */
-    REGION_ROPE,   /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
-    REGION_X,      /* f32 [T, C], the residual stream */
-    REGION_QKV,    /* f32 [T, (H + 2G) D] */
-    REGION_A,      /* f32 [T, H D], what attention found */
-    REGION_H,      /* f32 [T, 2F]: gate and up; the activation overwrites gate */
-    REGION_LOGITS, /* f32 [classified, V] */
-    REGION_PANELS, /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
-                      times the widest of C, H D and F */
-    REGION_PARTS,  /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2]: what attention found
-                      in parts of the cache */
-    REGION_THREADS, /* f32 [threads, THREAD_FLOATS], what a thread keeps to itself */
+    REGION_KEYS, /* f32 [L, slots, G, S/16, D, 16], S rounded up to 16: 16 positions side by side |
+                    m [L, slots, G, S, D] */
+    REGION_VALUES,   /* f32 | m [L, slots, G, S, D] */
+    REGION_ROWS,     /* i32 [3, T]: token, slot, position */
+    REGION_ROPE,     /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
+    REGION_X,        /* f32 [T, C], the residual stream */
+    REGION_QKV,      /* f32 [T, (H + 2G) D] */
+    REGION_Q,        /* none | m [T, H D], the queries */
+    REGION_A,        /* f32 | m [T, H D], what attention found */
+    REGION_H,        /* f32 [T, 2F]: gate and up; the activation overwrites gate | m [T, F] */
+    REGION_LOGITS,   /* f32 [classified, V] */
+    REGION_PANELS,   /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
+                      times the widest of C, H D and F | m [T, C], rows times the norm's weights */
+    REGION_SCALES,   /* none | f32 [T], the norm's factor of a row */
+    REGION_PARTS,    /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2] |
+                      f32 [T up to CUDA_DECODE_ROWS, CUDA_PARTS, H, D + 2]: what attention found in
+                      parts of the cache */
+    REGION_THREADS,  /* f32 [threads, THREAD_FLOATS], what a thread keeps to itself | none */
+    REGION_COUNTERS, /* none | u32 [CUDA_COUNTERS], zero between kernels */
+    REGION_DRAWS,    /* none | u32 [CUDA_DRAW_WORDS + 2 V], the sampler's */
     REGIONS
 };
 

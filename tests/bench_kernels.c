@@ -128,7 +128,7 @@ int main(int argc, char **argv) {
 
     struct random_engine r;
     random_engine_open(&r, random_config(smollm2, dtype),
-                       (struct limits){context + 512, 512, 1, 1, threads});
+                       (struct limits){context + 512, 512, 1, 1, threads, false});
     struct engine *e = &r.engine;
     memset(engine_region(e, REGION_KEYS), 0, e->plan.region[REGION_KEYS].bytes);
     memset(engine_region(e, REGION_VALUES), 0, e->plan.region[REGION_VALUES].bytes);

@@ -29,13 +29,14 @@ static float *logits_in_chunks(struct config c, const int32_t *tokens, int n, co
     const size_t V = (size_t)c.vocab;
     float *logits = malloc((size_t)n * V * sizeof *logits);
     assert_non_null(logits);
-    random_engine_open(&r, c, (struct limits){n, n, 1, n, threads});
+    random_engine_open(&r, c, (struct limits){n, n, 1, n, threads, false});
     for (int done = 0, i = 0; done < n; i = chunks[i + 1] ? i + 1 : 0) {
         const int count = n - done < chunks[i] ? n - done : chunks[i];
         r.engine.ops->set_rows(&r.engine, tokens + done, count, 0, done);
         forward(&r.engine, (struct rows){count, count});
         for (int t = 0; t < count; t++)
-            r.engine.ops->read_logits(&r.engine, t, logits + (size_t)(done + t) * V);
+            r.engine.ops->read_logits(&r.engine, t, logits + (size_t)(done + t) * V,
+                                      &(struct error){0});
         done += count;
     }
     random_engine_close(&r);
@@ -83,7 +84,7 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
 
 static struct both *reference_logits(struct config c, const int32_t *tokens, int n) {
     struct random_engine r;
-    random_engine_open(&r, c, (struct limits){n, n, 1, n, 1});
+    random_engine_open(&r, c, (struct limits){n, n, 1, n, 1, false});
     const struct step s = step_of(&r, (struct rows){n, n});
     struct both *x = both_new(s.T * s.C), *logits = both_new(s.T * s.V);
     for (size_t i = 0; i < s.T * s.C; i++) {

@@ -205,7 +205,7 @@ static void check_classify(struct step *s) {
     reference_product(logits, x, e->classifier, e->config->weight_dtype, n, used, s->C);
     compare(s, "logits", region(s, REGION_LOGITS), s->V, logits, n, used);
     for (size_t t = 0; t < n; t++) {
-        e->ops->read_logits(e, (int)t, row);
+        e->ops->read_logits(e, (int)t, row, &(struct error){0});
         assert_memory_equal(row, region(s, REGION_LOGITS) + t * s->V, used * sizeof *row);
         allow(s, region(s, REGION_LOGITS) + t * s->V, used);
     }
@@ -241,7 +241,8 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.embed_scale = 1.5f;
     c.tied = T % 2;
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
-    random_engine_open(&r, c, (struct limits){position + T + T % 5, T + T % 3, 2, T, threads});
+    random_engine_open(&r, c,
+                       (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});
     struct step s = step_of(&r, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4});
     fill_cache(&s, 1, (size_t)position);
     set_random_rows(&r, T, 1, position);
@@ -305,7 +306,7 @@ static void rows_of_several_slots(void **state) {
         for (int T = 1; T <= 8; T++) {
             struct random_engine r;
             random_engine_open(&r, random_config(shapes[i], BF16),
-                               (struct limits){310, 8, 3, 8, 1 + i % 3});
+                               (struct limits){310, 8, 3, 8, 1 + i % 3, false});
             struct step s = step_of(&r, (struct rows){T, T});
             set_random_rows(&r, T, 0, 0);
             for (int t = 0; t < T; t++) {
@@ -326,7 +327,8 @@ static void a_nan_row_does_not_reach_earlier_rows(void **state) {
     for (int i = 0; i < SHAPES; i++)
         for (int T = 2; T < 40; T += 1 + T / 4) {
             struct random_engine r;
-            random_engine_open(&r, random_config(shapes[i], BF16), (struct limits){64, T, 1, T, 2});
+            random_engine_open(&r, random_config(shapes[i], BF16),
+                               (struct limits){64, T, 1, T, 2, false});
             struct step s = step_of(&r, (struct rows){T, T});
             set_random_rows(&r, T, 0, 0);
             r.engine.ops->embed(&r.engine, s.rows);

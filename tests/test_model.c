@@ -248,7 +248,7 @@ static void test_plan_regions(void **state) {
     struct config c = plan_config();
     struct plan plan;
     struct error error = {0};
-    struct limits limits = {1001, 512, 2, 3, 2};
+    struct limits limits = {1001, 512, 2, 3, 2, false};
     assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
     assert_int_equal(plan.region[REGION_KEYS].bytes, 4UL * 30 * 2 * 3 * 1008 * 64);
     assert_int_equal(plan.region[REGION_VALUES].bytes, 4UL * 30 * 2 * 3 * 1001 * 64);
@@ -260,12 +260,31 @@ static void test_plan_regions(void **state) {
     assert_true(plan.region[REGIONS - 1].offset + plan.region[REGIONS - 1].bytes <= plan.bytes);
 }
 
+/* What a plan for a GPU holds: the cache in the weights' dtype, no CPU buffers. */
+static void test_plan_for_a_device(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {1001, 512, 2, 3, 2, true};
+    for (enum dtype m = F32; m <= BF16; m++) {
+        c.weight_dtype = m;
+        assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+        assert_int_equal(plan.region[REGION_KEYS].bytes, dtype_size(m) * 30 * 2 * 3 * 1001 * 64);
+        assert_int_equal(plan.region[REGION_VALUES].bytes, plan.region[REGION_KEYS].bytes);
+        assert_int_equal(plan.region[REGION_Q].bytes, dtype_size(m) * 512 * 9 * 64);
+        assert_int_equal(plan.region[REGION_THREADS].bytes, 0);
+        for (int r = 0; r + 1 < REGIONS; r++)
+            assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);
+    }
+}
+
 static void test_plan_largest_context(void **state) {
     (void)state;
     struct config c = plan_config();
     struct plan plan;
     struct error error = {0};
-    struct limits limits = {8192, 512, 1, 1, 2};
+    struct limits limits = {8192, 512, 1, 1, 2, false};
     for (int context = 1; context <= 8192; context += 511) {
         limits.context = context;
         assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
@@ -283,7 +302,7 @@ static void test_plan_too_large(void **state) {
     struct error error = {0};
     c.layers = c.heads = c.kv_heads = 1024;
     c.head_dim = 512;
-    struct limits limits = {1 << 22, 65536, 1024, 1, 1024};
+    struct limits limits = {1 << 22, 65536, 1024, 1, 1024, false};
     assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), EXIT_MEMORY);
 }
 
@@ -454,6 +473,7 @@ int main(void) {
         cmocka_unit_test(test_flags_refused_by_name),
         cmocka_unit_test(test_not_a_file),
         cmocka_unit_test(test_plan_regions),
+        cmocka_unit_test(test_plan_for_a_device),
         cmocka_unit_test(test_plan_largest_context),
         cmocka_unit_test(test_plan_too_large),
         cmocka_unit_test(test_greedy),

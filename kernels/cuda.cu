@@ -1,0 +1,204 @@
+/* The CUDA backend: the operators of the forward pass, in its order, and their table. An operator
+ * chooses its kernels by the number of rows:
+ *
+ *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
+ *   2 to 16 rows    Hopper, bf16: cuda_few_rows.cu; weights pass once, the rows' inputs stay
+ *   1 to 4 rows     elsewhere: cuda_matvec.cu
+ *   more            cuda_matmul.cu (bf16), cuda_matmul_f32.cu
+ *
+ * Numerics  an input of a product is rounded to m (bf16 or f32) in every regime at the same point: x gamma
+ *           before the norm's factor, q, k, v, what attention found, the activation. So regimes differ by
+ *           the order of f32 sums alone. */
+#include "kernels/cuda_backend.h"
+
+/* ---- regimes ---- */
+
+static bool on_hopper(const struct engine *e) {
+    const struct cuda_backend *b = backend_of(e);
+    return b->capability >= 90 && !b->general && e->config->weight_dtype == BF16;
+}
+
+/* One row at the speed of memory. */
+static bool streams(const struct engine *e, int T) {
+    return T == 1 && on_hopper(e) && cuda_decode_takes(e->config);
+}
+
+static void multiply(const struct engine *e, const struct product *p) {
+    struct cuda_backend *b = backend_of(e);
+    if (p->T <= CUDA_DECODE_ROWS && on_hopper(e))
+        cuda_few_rows(b, p);
+    else if (p->T <= CUDA_MATVEC_ROWS)
+        cuda_matvec(b, p);
+    else if (p->dtype == F32)
+        cuda_matmul_f32(b, p);
+    else
+        cuda_matmul(b, p);
+}
+
+/* W [N, K] against the rows that cuda_norm prepared. */
+static struct product product_of_norm(const struct engine *e, const void *W, int T, int N) {
+    struct product p = {};
+    p.dtype = e->config->weight_dtype;
+    p.T = T;
+    p.N = N;
+    p.K = e->config->width;
+    p.W = W;
+    p.in = engine_region(e, REGION_PANELS);
+    p.scale = (const float *)engine_region(e, REGION_SCALES);
+    return p;
+}
+
+/* ---- the operators ---- */
+
+/* The rows travel in stream order; the host's copy is free at once, since it is pageable memory. */
+static void cuda_set_rows(struct engine *e, const int32_t *tokens, int count, int slot,
+                          int position) {
+    struct cuda_backend *b = backend_of(e);
+    const size_t bytes = (size_t)count * sizeof *tokens;
+    for (int t = 0; t < count; t++) {
+        b->slots[t] = slot;
+        b->positions[t] = position + t;
+    }
+    const int32_t *const from[] = {tokens, b->slots, b->positions};
+    for (int which = 0; which < 3; which++)
+        CUDA_TRY(b, cudaMemcpyAsync(cuda_row_numbers(e, which), from[which], bytes,
+                                    cudaMemcpyHostToDevice, b->stream));
+}
+
+static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    const struct layer_weights *w = &e->layer[layer];
+    if (streams(e, rows.count)) {
+        cuda_decode_qkv(e, layer);
+        return;
+    }
+    const int N = (c->heads + 2 * c->kv_heads) * c->head_dim;
+    cuda_norm(e, w->norm_attention, 0, rows.count);
+    struct product p = product_of_norm(e, w->qkv, rows.count, N);
+    p.epilogue = EPILOGUE_STORE;
+    p.y = (float *)engine_region(e, REGION_QKV);
+    p.y_stride = N;
+    multiply(e, &p);
+    cuda_rope(e, layer, rows);
+}
+
+static void cuda_attend(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    struct cuda_backend *b = backend_of(e);
+    struct cuda_attention a = {};
+    a.q = engine_region(e, REGION_Q);
+    a.out = engine_region(e, REGION_A);
+    a.keys = cuda_layer_cache(e, REGION_KEYS, layer);
+    a.values = cuda_layer_cache(e, REGION_VALUES, layer);
+    a.slots = cuda_row_numbers(e, 1);
+    a.positions = cuda_row_numbers(e, 2);
+    a.parts = (float *)engine_region(e, REGION_PARTS);
+    a.counters = (unsigned *)engine_region(e, REGION_COUNTERS);
+    a.T = rows.count;
+    a.H = c->heads;
+    a.G = c->kv_heads;
+    a.D = c->head_dim;
+    a.S = e->plan.limits.context;
+    a.scale = c->attention_scale;
+    if (c->weight_dtype == F32)
+        cuda_attention_f32(b, &a);
+    else if (rows.count <= CUDA_DECODE_ROWS && cuda_attention_decode_takes(a.D))
+        cuda_attention_decode(b, &a);
+    else
+        cuda_attention_prefill(b, &a);
+}
+
+static void cuda_project(struct engine *e, int layer, enum projection which, struct rows rows) {
+    const struct config *c = e->config;
+    const bool out = which == ATTENTION_OUT;
+    if (streams(e, rows.count)) {
+        cuda_decode_project(e, layer, which);
+        return;
+    }
+    struct product p = {};
+    p.epilogue = EPILOGUE_ADD;
+    p.dtype = c->weight_dtype;
+    p.T = rows.count;
+    p.N = c->width;
+    p.K = out ? c->heads * c->head_dim : c->ffn;
+    p.W = out ? e->layer[layer].out : e->layer[layer].down;
+    p.in = engine_region(e, out ? REGION_A : REGION_H);
+    p.y = (float *)engine_region(e, REGION_X);
+    p.y_stride = c->width;
+    multiply(e, &p);
+}
+
+static void cuda_gate_up(struct engine *e, int layer, struct rows rows) {
+    const struct layer_weights *w = &e->layer[layer];
+    if (streams(e, rows.count)) {
+        cuda_decode_gate_up(e, layer);
+        return;
+    }
+    cuda_norm(e, w->norm_ffn, 0, rows.count);
+    struct product p = product_of_norm(e, w->gate_up, rows.count, 2 * e->config->ffn);
+    p.epilogue = EPILOGUE_ACTIVATE;
+    p.h = engine_region(e, REGION_H);
+    multiply(e, &p);
+}
+
+static void cuda_classify(struct engine *e, struct rows rows) {
+    const struct config *c = e->config;
+    if (rows.classified == 0) return;
+    if (streams(e, rows.count)) {
+        cuda_decode_classify(e);
+        return;
+    }
+    cuda_norm(e, e->norm_final, rows.count - rows.classified, rows.classified);
+    struct product p = product_of_norm(e, e->classifier, rows.classified, c->vocab_used);
+    p.epilogue = EPILOGUE_STORE;
+    p.y = (float *)engine_region(e, REGION_LOGITS);
+    p.y_stride = c->vocab;
+    multiply(e, &p);
+}
+
+/* ---- results ---- */
+
+static float *logits_row(const struct engine *e, int row) {
+    return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
+}
+
+static void cuda_draw_row(struct engine *e, struct rows rows, struct sampler *sampler) {
+    struct cuda_backend *b = backend_of(e);
+    for (int which = 1; which < 3 && rows.count > 1;
+         which++) { /* slot and position of the last row */
+        int32_t *numbers = cuda_row_numbers(e, which);
+        CUDA_TRY(b, cudaMemcpyAsync(numbers, numbers + rows.count - 1, sizeof *numbers,
+                                    cudaMemcpyDeviceToDevice, b->stream));
+    }
+    cuda_draw(b, logits_row(e, rows.classified - 1), sampler, engine_region(e, REGION_DRAWS),
+              cuda_row_numbers(e, 0), cuda_row_numbers(e, 2));
+}
+
+static int cuda_take_id(struct engine *e, int32_t *id, struct error *error) {
+    return cuda_take(backend_of(e), id, error);
+}
+
+static int cuda_read_logits(struct engine *e, int row, float *logits, struct error *error) {
+    struct cuda_backend *b = backend_of(e);
+    CUDA_TRY(b, cudaMemcpyAsync(logits, logits_row(e, row),
+                                (size_t)e->config->vocab_used * sizeof *logits,
+                                cudaMemcpyDeviceToHost, b->stream));
+    return cuda_finish(e, error);
+}
+
+/* ---- the table ---- */
+
+extern "C" {
+extern const struct ops cuda_ops = {
+    "cuda",        1,
+    cuda_open,     cuda_free_memory,
+    cuda_allocate, cuda_upload,
+    cuda_close,    cuda_set_rows,
+    cuda_step,     cuda_embed,
+    cuda_qkv,      cuda_attend,
+    cuda_project,  cuda_gate_up,
+    cuda_classify, cuda_draw_row,
+    cuda_take_id,  cuda_read_logits,
+    cuda_finish,   cuda_roof,
+};
+}

@@ -1,0 +1,179 @@
+/* The CUDA backend from the inside: what its files share on the host. Device code shares cuda.cuh.
+ *
+ * m is the dtype of the weights, of the cache and of every input of a product: bf16 or f32. Sums, the
+ * residual stream and the softmax are f32. An operator chooses its regime by the number of rows; the
+ * general kernels run from sm_80 on and take every shape, the others name what they need. */
+#ifndef KERNELS_CUDA_H
+#define KERNELS_CUDA_H
+
+extern "C" {
+#include "kernels/ops.h"
+}
+#include "kernels/config.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+struct cuda_backend {
+    cudaStream_t stream;
+    int multiprocessors;
+    int capability;             /* 90 for 9.0 */
+    int shared_bytes;           /* of shared memory that one block may take */
+    int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
+    bool general;       /* the general path alone, whatever the device can do: tests ask for it */
+    bool graphs;        /* steps of few rows are captured once and replayed */
+    struct error error; /* the first failure of a call; what is asked for after it does nothing */
+    cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1]
+                         [CUDA_GRAPH_ROWS + 1]; /* by rows and classified rows */
+    void *roof_memory;                          /* what the roof reads */
+    size_t roof_bytes;
+    struct cuda_draws *draws; /* cuda_sample.cu */
+};
+
+static inline struct cuda_backend *backend_of(const struct engine *e) {
+    return (struct cuda_backend *)e->backend;
+}
+
+/* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
+static inline int32_t *cuda_row_numbers(const struct engine *e, int which) {
+    return (int32_t *)engine_region(e, REGION_ROWS) + (size_t)which * (size_t)e->plan.limits.chunk;
+}
+
+/* Keys or values of a layer: m [slots, G, S, D]. */
+static inline void *cuda_layer_cache(const struct engine *e, enum region region, int layer) {
+    const size_t bytes = e->plan.region[region].bytes / (size_t)e->config->layers;
+    return (char *)engine_region(e, region) + (size_t)layer * bytes;
+}
+
+/* ---- errors ---- */
+
+/* Keeps the first failure: "cudaMalloc: out of memory (2)". Returns whether status is a failure. */
+bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status);
+#define CUDA_TRY(b, call) cuda_failed(b, #call, call)
+
+/* The kernel's launch failed: the message names kernel, grid, threads and shared memory. */
+void cuda_launch_failed(struct cuda_backend *b, const char *kernel, dim3 grid, int threads,
+                        size_t shared, cudaError_t status);
+
+/* Launches a kernel on the backend's stream. On sm_90 and later it may start before its predecessor
+ * has ended (programmatic dependent launch), so every kernel calls wait_for_inputs() (cuda.cuh)
+ * before it touches anything but weights. Shared memory above 48 KB is asked for here. */
+template <class... P, class... A>
+void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
+                 int threads, size_t shared, A... arguments) {
+    if (b->error.code) return;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = b->stream;
+    config.attrs = &attribute;
+    config.numAttrs = b->capability >= 90 ? 1 : 0;
+    cudaError_t status = cudaSuccess;
+    /* All kernels ask for the same split of shared memory and L1: a multiprocessor changes it only when
+     * it is empty, and then neighbours of the chain could not share one. */
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+    if (status == cudaSuccess && shared > 48 * 1024)
+        status =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+    if (status != cudaSuccess) cuda_launch_failed(b, name, grid, threads, shared, status);
+}
+
+/* ---- products ---- */
+
+enum epilogue {
+    EPILOGUE_STORE,   /* y[T, N] = s */
+    EPILOGUE_ADD,     /* y[T, N] += s */
+    EPILOGUE_ACTIVATE /* h[T, N/2] = silu(s of row n) s of row N/2 + n: gate and up, F = N/2 */
+};
+
+/* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any. */
+struct product {
+    enum epilogue epilogue;
+    enum dtype dtype; /* m */
+    int T, N, K;
+    const void *W;      /* m [N, K] */
+    const void *in;     /* m [T, K] */
+    const float *scale; /* f32 [T]; NULL: 1 */
+    float *y;           /* f32 [T, y_stride] */
+    int y_stride;
+    void *h; /* m [T, N/2] */
+};
+
+/* Many rows: cuda_matmul.cu (bf16, mma.sync) and cuda_matmul_f32.cu. */
+void cuda_matmul(struct cuda_backend *b, const struct product *p);
+void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
+
+/* Up to CUDA_MATVEC_ROWS rows, on any device (cuda_matvec.cu). */
+void cuda_matvec(struct cuda_backend *b, const struct product *p);
+
+/* Up to CUDA_DECODE_ROWS rows on Hopper, bf16 (cuda_few_rows.cu). */
+void cuda_few_rows(struct cuda_backend *b, const struct product *p);
+
+/* ---- one row on Hopper, bf16 (cuda_decode.cu): the operators of ops.h ---- */
+
+/* Whether they take a model's widths. */
+bool cuda_decode_takes(const struct config *c);
+void cuda_decode_qkv(struct engine *e, int layer);
+void cuda_decode_project(struct engine *e, int layer, enum projection which);
+void cuda_decode_gate_up(struct engine *e, int layer);
+void cuda_decode_classify(struct engine *e);
+
+/* ---- rows (cuda_rows.cu) ---- */
+
+/* in = m [T, C] = x gamma, rounded, into REGION_PANELS; scale[t] = 1 / sqrt(mean(x^2) + eps) into
+ * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. */
+void cuda_norm(struct engine *e, const float *gamma, int first, int count);
+
+/* x = embeddings, and REGION_ROPE. */
+void cuda_embed(struct engine *e, struct rows rows);
+
+/* REGION_QKV -> RoPE -> q into REGION_Q, k and v into the cache. */
+void cuda_rope(struct engine *e, int layer, struct rows rows);
+
+/* ---- attention ---- */
+
+/* One layer: q m [T, H, D] -> out m [T, H, D]. The cache holds what the rows' own positions need. */
+struct cuda_attention {
+    const void *q;
+    void *out;
+    const void *keys, *values;        /* m [slots, G, S, D], of this layer */
+    const int32_t *slots, *positions; /* [T]: a row sees positions 0 to its own of its slot */
+    float *parts;                     /* f32, REGION_PARTS (plan.h) */
+    unsigned *counters;               /* REGION_COUNTERS, zero before and after */
+    int T, H, G, D, S;
+    float scale;
+};
+
+/* Rows that are consecutive positions of one slot, bf16 (cuda_attention.cu, mma.sync). */
+void cuda_attention_prefill(struct cuda_backend *b, const struct cuda_attention *a);
+/* Up to CUDA_DECODE_ROWS rows of any slots and positions, bf16 (cuda_attention_decode.cu): splits of the
+ * cache, merged in a fixed order. */
+void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a);
+/* Whether it has an instance for the head size; the others take every multiple of 8 up to 256. */
+bool cuda_attention_decode_takes(int D);
+/* f32, any rows (cuda_attention_f32.cu). */
+void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
+
+/* ---- sampling (cuda_sample.cu) ---- */
+
+/* Pinned memory and events for what is drawn. */
+void cuda_draws_open(struct cuda_backend *b);
+void cuda_draws_close(struct cuda_backend *b);
+
+/* Enqueues a draw from f32 [sampler->vocab] logits, the same as sampler_draw (model/sampler.h) makes it.
+ * The id becomes token[0] and position[0] rises by one, on the device; it comes to the host by itself.
+ * The first draw brings what the sampler has accepted so far; later ones remember what they drew.
+ * state: REGION_DRAWS. logits may be changed. */
+void cuda_draw(struct cuda_backend *b, float *logits, const struct sampler *sampler, void *state,
+               int32_t *token, int32_t *position);
+
+/* Waits for the oldest draw that was not taken yet. EXIT_INTERNAL for logits that are not numbers (as
+ * sampler_draw says it), EXIT_DEVICE. */
+int cuda_take(struct cuda_backend *b, int32_t *id, struct error *error);
+
+#endif

@@ -1,0 +1,425 @@
+/* Decode of one row on Hopper: the four products of a layer and the classifier as streams of weights
+ * that never stop, with everything around them fused in: norm, RoPE, cache, residual, activation.
+ *
+ * A step is a chain of kernels joined by programmatic dependent launch. Each has one block a
+ * multiprocessor, and its producer warp fills a ring in shared memory with weights before the kernel's
+ * input is ready, while the kernel before it drains. What is lost at a boundary is then the hand-over of
+ * a few KB of activations and not the start of a stream. */
+#include "kernels/cuda.cuh"
+#include "kernels/cuda.h"
+
+#include <algorithm>
+
+namespace {
+
+enum { WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MAX_STAGES = 32 };
+enum mode { QKV, PROJECT, GATE_UP, CLASSIFY };
+
+struct stream {
+    const bf16 *W;        /* [rows, K] */
+    const float *x;       /* f32 [K], with norm: QKV, GATE_UP, CLASSIFY */
+    const float *gamma;   /* f32 [K] */
+    const bf16 *in;       /* [K]: PROJECT */
+    float *y;             /* f32: PROJECT x += [rows], CLASSIFY = [rows] */
+    bf16 *h;              /* [F]: GATE_UP */
+    int K, units, stages; /* a unit is a row, or a pair of rows: RoPE's, or gate and up */
+    int in_flight;        /* stages asked for and not landed, at most */
+    int partner;          /* GATE_UP: rows from gate to up, F */
+    float eps;
+    /* QKV */
+    bf16 *q, *keys, *values; /* [H, D]; [slots, G, S, D] of this layer */
+    const float *rope;       /* f32 [2, half] of row 0; NULL: none */
+    const int32_t *slot, *position;
+    int H, G, D, S, half;
+};
+
+/* How a kernel reads rows of K values: SLICES warps share a row, each lane holding VECTORS times 8 of its
+ * inputs; WARPS / SLICES groups of warps take ROWS rows of a stage each. */
+template <int SLICES_, int VECTORS_, int ROWS_> struct form {
+    static constexpr int SLICES = SLICES_, VECTORS = VECTORS_, ROWS = ROWS_;
+    static constexpr int STAGE = WARPS / SLICES * ROWS; /* rows */
+    static_assert(WARPS % SLICES == 0 && (ROWS & (ROWS - 1)) == 0,
+                  "rows fold into lanes by halves");
+};
+
+/* ---- units and rows ---- */
+
+template <mode M> constexpr int rows_of_unit = M == QKV || M == GATE_UP ? 2 : 1;
+
+/* The row of W that is a unit's first or second. In QKV a unit is two dimensions of a head that turn
+ * together, j and j + half; where a head is not turned as a whole, the others pair up with a neighbour. */
+template <mode M> __device__ __forceinline__ size_t row_of(const stream &p, int unit, int which) {
+    if (M == GATE_UP) return (size_t)unit + (size_t)which * p.partner;
+    if (M == QKV) {
+        const int head = unit / (p.D / 2), j = unit % (p.D / 2);
+        return (size_t)head * p.D + (j < p.half ? j + which * p.half : 2 * j + which);
+    }
+    return (size_t)unit;
+}
+
+/* ---- the producer ---- */
+
+/* Copies this block's rows, stage after stage; a lane takes one row of a stage. */
+template <mode M, class F>
+__device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *empty,
+                        int first_unit, int rows) {
+    constexpr int U = rows_of_unit<M>;
+    const int lane = threadIdx.x % 32, stages = (rows + F::STAGE - 1) / F::STAGE;
+    const uint32_t row_bytes = (uint32_t)p.K * 2;
+    for (int i = 0, s = 0, parity = 1, landed = 0, landed_parity = 0; i < stages; i++) {
+        if (i >= p.stages) barrier_wait(shared_address(&empty[s]), parity);
+        if (i >= p.in_flight) { /* more would queue ahead of the chain's activations */
+            barrier_wait(shared_address(&full[landed]), landed_parity);
+            if (++landed == p.stages) landed = 0, landed_parity ^= 1;
+        }
+        const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
+        const uint32_t barrier = shared_address(&full[s]);
+        if (lane == 0) barrier_expect(barrier, (uint32_t)count * row_bytes);
+        __syncwarp();
+        if (lane < count)
+            copy_bulk(shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes,
+                      p.W + row_of<M>(p, first_unit + row / U, row % U) * p.K, row_bytes, barrier);
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+}
+
+/* ---- inputs ---- */
+
+/* This lane's inputs, as the bf16 values that the product takes, and where in a row's bytes they lie.
+ * Lanes past the end hold zeros and look at the row's first chunk, whose weights count for nothing. */
+template <class F> struct inputs {
+    float x[F::VECTORS * 8];
+    int offset[F::VECTORS]; /* bytes */
+};
+
+template <class F> __device__ __forceinline__ bool chunk_of(int v, int K, int *chunk) {
+    const int slice = threadIdx.x / 32 % F::SLICES, lane = threadIdx.x % 32;
+    *chunk = (v * F::SLICES + slice) * 32 + lane;
+    return *chunk < K / 8;
+}
+
+/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not depend
+ * on other kernels and is there before the wait. */
+template <class F>
+__device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
+    float sum = 0;
+    int chunk;
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        const bool valid = chunk_of<F>(v, p.K, &chunk);
+        const float4 *from = (const float4 *)(p.gamma + (valid ? chunk : 0) * 8);
+        const float4 a = __ldg(from), b = __ldg(from + 1);
+        const float g[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        for (int i = 0; i < 8; i++) in.x[v * 8 + i] = valid ? g[i] : 0.0f;
+        in.offset[v] = valid ? chunk * 16 : 0;
+    }
+    wait_for_inputs();
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        const bool valid = chunk_of<F>(v, p.K, &chunk);
+        const float4 *from = (const float4 *)(p.x + (valid ? chunk : 0) * 8);
+        const float4 a = __ldcg(from), b = __ldcg(from + 1);
+        const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        for (int i = 0; i < 8; i++) {
+            if (valid) sum += x[i] * x[i];
+            in.x[v * 8 + i] = __bfloat162float(__float2bfloat16_rn(x[i] * in.x[v * 8 + i]));
+        }
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+}
+
+template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, const stream &p) {
+    wait_for_inputs();
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        int chunk;
+        const bool valid = chunk_of<F>(v, p.K, &chunk);
+        const uint4 w = __ldcg((const uint4 *)p.in + (valid ? chunk : 0));
+        const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+        for (int i = 0; i < 4; i++) {
+            in.x[v * 8 + 2 * i] = valid ? low_half(pairs[i]) : 0.0f;
+            in.x[v * 8 + 2 * i + 1] = valid ? high_half(pairs[i]) : 0.0f;
+        }
+        in.offset[v] = valid ? chunk * 16 : 0;
+    }
+}
+
+/* ---- the consumers ---- */
+
+/* This lane's part of the dot product of a row. */
+template <class F> __device__ __forceinline__ float dot(const inputs<F> &in, const char *row) {
+    float even = 0, odd = 0;
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        const uint4 w = *(const uint4 *)(row + in.offset[v]);
+        const float *x = in.x + v * 8;
+        even = fmaf(low_half(w.x), x[0], even), odd = fmaf(high_half(w.x), x[1], odd);
+        even = fmaf(low_half(w.y), x[2], even), odd = fmaf(high_half(w.y), x[3], odd);
+        even = fmaf(low_half(w.z), x[4], even), odd = fmaf(high_half(w.z), x[5], odd);
+        even = fmaf(low_half(w.w), x[6], even), odd = fmaf(high_half(w.w), x[7], odd);
+    }
+    return even + odd;
+}
+
+/* Sums of ROWS values over the warp, with fewer shuffles than one butterfly a row: rows fold into halves
+ * of the lanes first. Returns the sum of row *row, the same in 32 / ROWS neighbouring lanes. */
+template <int ROWS> __device__ __forceinline__ float fold(float sum[ROWS], int *row) {
+    const int lane = threadIdx.x % 32;
+    int distance = 16;
+    *row = 0;
+#pragma unroll
+    for (int n = ROWS / 2; n > 0; n /= 2, distance /= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int r = 0; r < n; r++) {
+            const float keep = upper ? sum[r + n] : sum[r], send = upper ? sum[r] : sum[r + n];
+            sum[r] = keep + __shfl_xor_sync(0xffffffffu, send, distance);
+        }
+        *row += upper ? n : 0;
+    }
+    for (; distance > 0; distance /= 2) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
+    return sum[0];
+}
+
+/* Every row of the block against the inputs: partial[row][slice]. */
+template <class F>
+__device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
+                                        uint64_t *full, uint64_t *empty, float *partial, int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int slice = warp % F::SLICES, first = warp / F::SLICES * F::ROWS;
+    const int stages = (rows + F::STAGE - 1) / F::STAGE, row_bytes = p.K * 2;
+    for (int i = 0, s = 0, parity = 0; i < stages; i++) {
+        const char *at = ring + (size_t)(s * F::STAGE + first) * row_bytes;
+        float sum[F::ROWS];
+        int row;
+        barrier_wait(shared_address(&full[s]), parity);
+#pragma unroll
+        for (int r = 0; r < F::ROWS; r++) sum[r] = dot<F>(in, at + (size_t)r * row_bytes);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&empty[s]));
+        const float total = fold<F::ROWS>(sum, &row);
+        row += i * F::STAGE + first;
+        if (lane % (32 / F::ROWS) == 0 && row < rows) partial[row * F::SLICES + slice] = total;
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+}
+
+/* ---- what follows a product ---- */
+
+/* q, or k and v into the cache: a pair of values that turn together. */
+__device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, float b,
+                                           const float *turn) {
+    const int head = unit / (p.D / 2), j = unit % (p.D / 2);
+    const bool turns = head < p.H + p.G && j < p.half && p.rope;
+    const int first = j < p.half ? j : 2 * j, second = j < p.half ? j + p.half : 2 * j + 1;
+    if (turns) {
+        const float c = turn[0], s = turn[1], low = a;
+        a = low * c - b * s;
+        b = b * c + low * s;
+    }
+    bf16 *to = p.q + (size_t)head * p.D;
+    if (head >= p.H) {
+        const int g = head - p.H - (head >= p.H + p.G ? p.G : 0);
+        to = (head >= p.H + p.G ? p.values : p.keys) +
+             (((size_t)*p.slot * p.G + g) * p.S + *p.position) * p.D;
+    }
+    to[first] = __float2bfloat16_rn(a);
+    to[second] = __float2bfloat16_rn(b);
+}
+
+/* What a thread needs of other kernels for its first unit, asked for before the stream is awaited: the
+ * residual, or the angle's cosine and sine. */
+template <mode M> struct ahead {
+    float value[2];
+    __device__ __forceinline__ void load(const stream &p, int unit) {
+        if (M == PROJECT) value[0] = __ldcg(p.y + unit);
+        const int j = M == QKV ? unit % (p.D / 2) : 0;
+        if (M == QKV && p.rope && j < p.half) {
+            value[0] = __ldcg(p.rope + j);
+            value[1] = __ldcg(p.rope + p.half + j);
+        }
+    }
+};
+
+template <mode M, class F>
+__device__ __forceinline__ void finish(const stream &p, const float *partial, const float *squares,
+                                       int first_unit, int units, ahead<M> first) {
+    constexpr int U = rows_of_unit<M>;
+    float factor = 1;
+    if (M != PROJECT) {
+        float sum = 0;
+        for (int i = 0; i < F::SLICES; i++) sum += squares[i];
+        factor = rsqrtf(sum / (float)p.K + p.eps);
+    }
+    for (int u = threadIdx.x; u < units; u += CONSUMERS) {
+        const int unit = first_unit + u;
+        float sum[2] = {0, 0};
+        for (int r = 0; r < U; r++) {
+            for (int i = 0; i < F::SLICES; i++) sum[r] += partial[(u * U + r) * F::SLICES + i];
+            sum[r] *= factor;
+        }
+        ahead<M> own = first;
+        if (u >= CONSUMERS) own.load(p, unit);
+        if (M == QKV) finish_qkv(p, unit, sum[0], sum[1], own.value);
+        if (M == PROJECT) p.y[unit] = own.value[0] + sum[0];
+        if (M == GATE_UP) p.h[unit] = __float2bfloat16_rn(silu(sum[0]) * sum[1]);
+        if (M == CLASSIFY) p.y[unit] = sum[0];
+    }
+}
+
+/* ---- the kernel ---- */
+
+/* What      one row against a matrix, and what follows: q and the cache (QKV), x += (PROJECT),
+ *           h = silu(gate) up (GATE_UP), logits (CLASSIFY).
+ * Shapes    W bf16 [rows, K], K a multiple of 8 up to 256 SLICES VECTORS; inputs and outputs: struct stream.
+ * Owners    block b the units from units b / blocks on. Eight warps consume: a lane keeps its inputs in
+ *           registers and reads every weight once, 16 bytes at a time. The ninth produces.
+ * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
+ * Bound     bytes: 2 K a row, each read once.
+ * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by lane, over the lanes,
+ *           over the slices. The norm's factor is applied to the finished sums.
+ * Barriers  full[s]: a stage has landed | it is read. empty[s]: all warps have read it | it is
+ *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
+ *           squares[] are written | read by other threads.
+ * Order     weights are asked for before the kernel's wait, everything else after it, but slot and
+ *           position (see embed in cuda_rows.cu).
+ * Form      a ring filled by the copy engine rather than loads into registers: it holds three times as
+ *           many bytes and keeps filling while the warps wait for the kernel before. */
+template <mode M, class F>
+__global__ void __launch_bounds__(THREADS, F::VECTORS > 7 ? 1 : 2)
+    decode_kernel(const __grid_constant__ stream p) {
+    extern __shared__ __align__(128) char ring[];
+    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ float squares[WARPS];
+    constexpr int U = rows_of_unit<M>;
+    float *partial = (float *)(ring + (size_t)p.stages * F::STAGE * p.K * 2);
+    const int first = (int)((long long)p.units * blockIdx.x / gridDim.x);
+    const int units = (int)((long long)p.units * (blockIdx.x + 1) / gridDim.x) - first;
+    start_dependents();
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < p.stages; s++) {
+            barrier_init(shared_address(&full[s]), 1);
+            barrier_init(shared_address(&empty[s]), WARPS);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        produce<M, F>(p, ring, full, empty, first, units * U);
+        return;
+    }
+    inputs<F> in;
+    if (M == PROJECT)
+        load_plain<F>(in, p);
+    else
+        load_normed<F>(in, p, squares);
+    ahead<M> ahead = {};
+    if (threadIdx.x < units) ahead.load(p, first + (int)threadIdx.x);
+    consume<F>(in, p, ring, full, empty, partial, units * U);
+    named_barrier(1, CONSUMERS);
+    finish<M, F>(p, partial, squares, first, units, ahead);
+}
+
+/* ---- launching ---- */
+
+/* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a multiprocessor
+ * together (227 KB), so that one fills its ring while the other drains. The kernel after attention has
+ * to take more than half: attention leaves multiprocessors empty, and two of its blocks in one of them
+ * would hold up the whole chain (66.8 instead of 92.7 % of the roof on the 8B shape). */
+enum { RING_QKV = 96 << 10, RING_OUT = 112 << 10, LEAST_OUT = 116 << 10, RING_GATE_UP = 96 << 10 };
+enum { RING_DOWN = 88 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
+
+template <mode M, class F>
+void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
+    const size_t stage = (size_t)F::STAGE * (size_t)p.K * 2;
+    const size_t blocks = (size_t)b->multiprocessors;
+    const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
+    const size_t stages = std::min(std::max(ring / stage, (size_t)2), (size_t)MAX_STAGES);
+    p.stages = (int)stages;
+    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
+    const size_t shared = stages * stage + rows * F::SLICES * sizeof(float);
+    cuda_launch(b, "decode", decode_kernel<M, F>, dim3((unsigned)blocks), THREADS,
+                std::max(shared, least), p);
+}
+
+/* The form by K. Slices: few for short rows, whose lanes would idle. Rows: stages of about 16 KB. */
+template <mode M>
+void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least = 0) {
+    if (p.K <= 1024) return launch_form<M, form<2, 2, 4>>(b, p, ring, least);
+    if (p.K <= 1536) return launch_form<M, form<2, 3, 2>>(b, p, ring, least);
+    if (p.K <= 2048) return launch_form<M, form<8, 1, 4>>(b, p, ring, least);
+    if (p.K <= 4096) return launch_form<M, form<8, 2, 2>>(b, p, ring, least);
+    if (p.K <= 6144) return launch_form<M, form<8, 3, 1>>(b, p, ring, least);
+    if (p.K <= 8192 || M != PROJECT) return launch_form<M, form<8, 4, 1>>(b, p, ring, least);
+    if (p.K <= 10240) return launch_form<PROJECT, form<8, 5, 1>>(b, p, ring, least);
+    if (p.K <= 12288) return launch_form<PROJECT, form<8, 6, 1>>(b, p, ring, least);
+    if (p.K <= 14336) return launch_form<PROJECT, form<8, 7, 1>>(b, p, ring, least);
+    if (p.K <= 20480) return launch_form<PROJECT, form<8, 10, 1>>(b, p, ring, least);
+    return launch_form<PROJECT, form<8, 14, 1>>(b, p, ring, least);
+}
+
+/* The input of a product after a norm. */
+stream normed(const struct engine *e, const void *W, const float *gamma) {
+    stream p = {};
+    p.W = (const bf16 *)W;
+    p.x = (const float *)engine_region(e, REGION_X);
+    p.gamma = gamma;
+    p.K = e->config->width;
+    p.eps = e->config->norm_eps;
+    return p;
+}
+
+} // namespace
+
+bool cuda_decode_takes(const struct config *c) {
+    return c->width <= 8192 && c->heads * c->head_dim <= 28672 && c->ffn <= 28672;
+}
+
+void cuda_decode_qkv(struct engine *e, int layer) {
+    const struct config *c = e->config;
+    const int table = c->layer[layer].rope_table;
+    stream p = normed(e, e->layer[layer].qkv, e->layer[layer].norm_attention);
+    p.H = c->heads;
+    p.G = c->kv_heads;
+    p.D = c->head_dim;
+    p.S = e->plan.limits.context;
+    p.half = c->rotary_dims / 2;
+    p.units = (p.H + 2 * p.G) * p.D / 2;
+    p.q = (bf16 *)engine_region(e, REGION_Q);
+    p.keys = (bf16 *)cuda_layer_cache(e, REGION_KEYS, layer);
+    p.values = (bf16 *)cuda_layer_cache(e, REGION_VALUES, layer);
+    p.slot = cuda_row_numbers(e, 1);
+    p.position = cuda_row_numbers(e, 2);
+    if (table != NO_ID)
+        p.rope = (const float *)engine_region(e, REGION_ROPE) +
+                 (size_t)table * (size_t)e->plan.limits.chunk * 2 * (size_t)p.half;
+    launch<QKV>(backend_of(e), p, RING_QKV);
+}
+
+void cuda_decode_project(struct engine *e, int layer, enum projection which) {
+    const struct config *c = e->config;
+    const bool out = which == ATTENTION_OUT;
+    stream p = {};
+    p.W = (const bf16 *)(out ? e->layer[layer].out : e->layer[layer].down);
+    p.in = (const bf16 *)engine_region(e, out ? REGION_A : REGION_H);
+    p.y = (float *)engine_region(e, REGION_X);
+    p.K = out ? c->heads * c->head_dim : c->ffn;
+    p.units = c->width;
+    launch<PROJECT>(backend_of(e), p, out ? (size_t)RING_OUT : (size_t)RING_DOWN,
+                    out ? (size_t)LEAST_OUT : 0);
+}
+
+void cuda_decode_gate_up(struct engine *e, int layer) {
+    stream p = normed(e, e->layer[layer].gate_up, e->layer[layer].norm_ffn);
+    p.h = (bf16 *)engine_region(e, REGION_H);
+    p.units = p.partner = e->config->ffn;
+    launch<GATE_UP>(backend_of(e), p, RING_GATE_UP);
+}
+
+void cuda_decode_classify(struct engine *e) {
+    stream p = normed(e, e->classifier, e->norm_final);
+    p.y = (float *)engine_region(e, REGION_LOGITS);
+    p.units = e->config->vocab_used;
+    launch<CLASSIFY>(backend_of(e), p, RING_CLASSIFY);
+}

@@ -1,0 +1,152 @@
+/* The device: found and described, its memory taken, its errors kept, its roof measured. */
+#include "kernels/cuda.h"
+#include "kernels/cuda_backend.h"
+#include "kernels/cuda_test.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+/* ---- errors ---- */
+
+bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status) {
+    if (status == cudaSuccess) return b->error.code != 0;
+    if (!b->error.code)
+        fail(&b->error, EXIT_DEVICE, "CUDA: %s: %s (%s)", call, cudaGetErrorString(status),
+             cudaGetErrorName(status));
+    return true;
+}
+
+void cuda_launch_failed(struct cuda_backend *b, const char *kernel, dim3 grid, int threads,
+                        size_t shared, cudaError_t status) {
+    if (b->error.code) return;
+    fail(&b->error, EXIT_DEVICE,
+         "CUDA: kernel %s, grid %u x %u x %u, %d threads, %zu bytes of shared memory: %s (%s)",
+         kernel, grid.x, grid.y, grid.z, threads, shared, cudaGetErrorString(status),
+         cudaGetErrorName(status));
+}
+
+int cuda_report(const struct cuda_backend *b, struct error *error) {
+    if (b->error.code) *error = b->error;
+    return b->error.code;
+}
+
+/* ---- the device ---- */
+
+bool cuda_usable(int number, char why[160]) {
+    int count = 0, major = 0, driver = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+        snprintf(why, 160, "no NVIDIA driver is installed");
+    else if (status != cudaSuccess)
+        snprintf(why, 160, "CUDA: %s", cudaGetErrorString(status));
+    else if (number < 0 || number >= count)
+        snprintf(why, 160, "there are %d GPUs, the first is cuda:0", count);
+    else if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number) || major < 8)
+        snprintf(why, 160, "GPU %d has compute capability %d.x, 8.0 is needed", number, major);
+    else
+        return true;
+    return false;
+}
+
+/* "NVIDIA H200, compute capability 9.0, 132 multiprocessors, 139.7 GiB, driver 13.0" */
+static void describe(struct engine *e, const cudaDeviceProp *device) {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    snprintf(e->device, sizeof e->device,
+             "%.60s, compute capability %d.%d, %d multiprocessors, %.1f GiB, driver %d.%d",
+             device->name, device->major, device->minor, device->multiProcessorCount,
+             (double)device->totalGlobalMem / (1 << 30), driver / 1000, driver % 1000 / 10);
+}
+
+int cuda_open(struct engine *e, struct error *error) {
+    if (e->config->head_dim > CUDA_LARGEST_HEAD)
+        return fail(error, EXIT_BAD_FILE,
+                    "heads of %d: on a GPU at most %d can be run; --device cpu takes this model",
+                    e->config->head_dim, CUDA_LARGEST_HEAD);
+    struct cuda_backend *b = (struct cuda_backend *)calloc(1, sizeof *b);
+    if (!b) return fail(error, EXIT_MEMORY, "host memory: none for the CUDA backend");
+    e->backend = b;
+    cudaDeviceProp device = {};
+    if (CUDA_TRY(b, cudaSetDevice(e->device_number)) ||
+        CUDA_TRY(b, cudaGetDeviceProperties(&device, e->device_number)) ||
+        CUDA_TRY(b, cudaStreamCreateWithFlags(&b->stream, cudaStreamNonBlocking)))
+        return cuda_report(b, error);
+    b->multiprocessors = device.multiProcessorCount;
+    b->capability = device.major * 10 + device.minor;
+    b->shared_bytes = (int)device.sharedMemPerBlockOptin;
+    b->graphs = true;
+    describe(e, &device);
+    cuda_draws_open(b);
+    return cuda_report(b, error);
+}
+
+size_t cuda_free_memory(const struct engine *e) {
+    size_t available = 0, total = 0;
+    (void)e;
+    return cudaMemGetInfo(&available, &total) == cudaSuccess ? available : 0;
+}
+
+int cuda_allocate(struct engine *e, struct error *error) {
+    struct cuda_backend *b = backend_of(e);
+    const size_t available = cuda_free_memory(e);
+    if (e->plan.bytes > available) return engine_no_memory(e, "device", available, error);
+    e->layer = (struct layer_weights *)calloc((size_t)e->config->layers, sizeof *e->layer);
+    b->slots = (int32_t *)calloc((size_t)e->plan.limits.chunk, sizeof *b->slots);
+    b->positions = (int32_t *)calloc((size_t)e->plan.limits.chunk, sizeof *b->positions);
+    if (!e->layer || !b->slots || !b->positions)
+        return fail(error, EXIT_MEMORY, "host memory: none for tables of layers and rows");
+    const cudaError_t status = cudaMalloc((void **)&e->arena, e->plan.bytes);
+    if (status == cudaErrorMemoryAllocation)
+        return fail(error, EXIT_MEMORY,
+                    "device memory: the driver refused %zu MiB, though %zu MiB are free",
+                    (e->plan.bytes >> 20) + 1, available >> 20);
+    if (!cuda_failed(b, "cudaMalloc", status))
+        CUDA_TRY(b, cudaMemsetAsync(engine_region(e, REGION_COUNTERS), 0,
+                                    e->plan.region[REGION_COUNTERS].bytes, b->stream));
+    return cuda_report(b, error);
+}
+
+void cuda_close(struct engine *e) {
+    struct cuda_backend *b = backend_of(e);
+    if (b) {
+        if (b->stream) cudaStreamSynchronize(b->stream);
+        cuda_draws_close(b);
+        cuda_graphs_close(b);
+        cudaFree(b->roof_memory);
+        if (b->stream) cudaStreamDestroy(b->stream);
+        free(b->slots);
+        free(b->positions);
+    }
+    cudaFree(e->arena);
+    free(e->layer);
+    free(b);
+    e->backend = NULL;
+    e->arena = NULL;
+    e->layer = NULL;
+}
+
+int cuda_finish(struct engine *e, struct error *error) {
+    struct cuda_backend *b = backend_of(e);
+    CUDA_TRY(b, cudaStreamSynchronize(b->stream));
+    return cuda_report(b, error);
+}
+
+/* ---- for tests ---- */
+
+void cuda_general_path(struct engine *e, bool on) {
+    cuda_graphs_close(backend_of(e));
+    backend_of(e)->general = on;
+}
+
+void cuda_write(struct engine *e, void *to, const void *from, size_t bytes) {
+    struct cuda_backend *b = backend_of(e);
+    CUDA_TRY(b, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->stream));
+    CUDA_TRY(b, cudaStreamSynchronize(b->stream));
+}
+
+void cuda_read(struct engine *e, void *to, const void *from, size_t bytes) {
+    struct cuda_backend *b = backend_of(e);
+    CUDA_TRY(b, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, b->stream));
+    CUDA_TRY(b, cudaStreamSynchronize(b->stream));
+}

@@ -1,0 +1,178 @@
+/* What is done to rows outside of products and attention: the embedding, the norm's first half, RoPE
+ * and the cache. */
+#include "kernels/cuda.cuh"
+#include "kernels/cuda_backend.h"
+
+namespace {
+
+enum { ROW_THREADS = 256 };
+
+/* ---- embed ---- */
+
+struct embedding {
+    const int32_t *tokens, *positions; /* [T] */
+    const void *table;                 /* m [V, C] */
+    float *x;                          /* f32 [T, C] */
+    const float *frequencies;          /* f32 [rope_tables, half] */
+    float *rope;                       /* f32 [rope_tables, chunk, 2, half] */
+    int C, rope_tables, half, chunk;
+    float embed_scale, rope_scale;
+};
+
+/* What      x[t] = table[token] embed_scale; rope[.., t] = cosines and sines of the position's angles.
+ * Owners    block t the row t.
+ * Bound     latency: a few KB a row.
+ * Numerics  f32; the angle is the f32 product of position and frequency, as on the CPU.
+ * Order     the first kernel of a step: it waits before it lets the next one start. So all later kernels
+ *           of the step may read tokens, slots, positions and older rows of the cache before their own
+ *           wait: whatever wrote those had ended before they began. */
+template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(embedding p) {
+    wait_for_inputs();
+    start_dependents();
+    const size_t t = blockIdx.x, C = (size_t)p.C;
+    const M *from = (const M *)p.table + (size_t)p.tokens[t] * C;
+    for (int c = threadIdx.x; c < p.C; c += ROW_THREADS)
+        p.x[t * C + c] = to_float(from[c]) * p.embed_scale;
+    const float position = (float)p.positions[t];
+    for (int i = threadIdx.x; i < p.rope_tables * p.half; i += ROW_THREADS) {
+        const int table = i / p.half, j = i % p.half;
+        float *turn = p.rope + ((size_t)table * p.chunk + t) * 2 * p.half + j;
+        const float angle = position * p.frequencies[i];
+        turn[0] = cosf(angle) * p.rope_scale;
+        turn[p.half] = sinf(angle) * p.rope_scale;
+    }
+}
+
+/* ---- norm ---- */
+
+/* What      in[t] = x[t] gamma, rounded to m; scale[t] = 1 / sqrt(mean(x[t]^2) + eps). The product that
+ *           follows multiplies its sums by scale: RMSNorm (arXiv 1910.07467) in two halves.
+ * Shapes    x f32 [T, C], gamma f32 [C], in m [T, C], scale f32 [T]; C a multiple of 8.
+ * Owners    block t the row t, a thread four neighbouring columns at a time.
+ * Bound     bytes: 4 C + 2 C a row.
+ * Numerics  f32; each thread sums its columns in ascending order, then the warp, then the warps.
+ * Barrier   partial[] is written by each warp | all threads read it. */
+template <class M>
+__global__ void __launch_bounds__(ROW_THREADS)
+    norm_kernel(const float *x, const float *gamma, M *in, float *scale, int C, float eps) {
+    __shared__ float partial[ROW_THREADS / 32];
+    start_dependents();
+    wait_for_inputs();
+    const size_t row = (size_t)blockIdx.x * C;
+    float squares = 0;
+    for (int c = threadIdx.x * 4; c < C; c += ROW_THREADS * 4) {
+        const float4 v = *(const float4 *)(x + row + c), g = *(const float4 *)(gamma + c);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        in[row + c] = from_float<M>(v.x * g.x);
+        in[row + c + 1] = from_float<M>(v.y * g.y);
+        in[row + c + 2] = from_float<M>(v.z * g.z);
+        in[row + c + 3] = from_float<M>(v.w * g.w);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    float sum = 0;
+    for (float of_warp : partial) sum += of_warp;
+    scale[blockIdx.x] = rsqrtf(sum / (float)C + eps);
+}
+
+/* ---- RoPE and the cache ---- */
+
+struct rotation {
+    const float *qkv;                 /* f32 [T, (H + 2G) D] */
+    const float *rope;                /* f32 [chunk, 2, half] of this layer's table; NULL: none */
+    const int32_t *slots, *positions; /* [T] */
+    void *q;                          /* m [T, H D] */
+    void *keys, *values;              /* m [slots, G, S, D] of this layer */
+    int H, G, D, S, half;             /* half of the dimensions that turn */
+};
+
+/* What      q = RoPE(q) (arXiv 2104.09864), K = RoPE(k) and V = v into the cache, rounded to m.
+ * Owners    block t the row t; a thread the elements d and d + half of a head, or one that stays.
+ * Bound     bytes: 4 + 2 a value. */
+template <class M> __global__ void __launch_bounds__(ROW_THREADS) rope_kernel(rotation p) {
+    start_dependents();
+    wait_for_inputs();
+    const size_t t = blockIdx.x, D = (size_t)p.D;
+    const size_t slot = (size_t)p.slots[t], position = (size_t)p.positions[t];
+    const float *row = p.qkv + t * (p.H + 2 * p.G) * D, *turn = p.rope + t * 2 * p.half;
+    const int turning = p.rope ? p.half : 0;
+    for (int i = threadIdx.x; i < (p.H + 2 * p.G) * p.D; i += ROW_THREADS) {
+        const int head = i / p.D, d = i % p.D;
+        const bool value = head >= p.H + p.G;
+        float x = row[i];
+        if (!value && d < turning)
+            x = x * turn[d] - row[i + turning] * turn[turning + d];
+        else if (!value && d < 2 * turning)
+            x = x * turn[d - turning] + row[i - turning] * turn[d];
+        if (head < p.H) {
+            ((M *)p.q)[t * p.H * D + i] = from_float<M>(x);
+            continue;
+        }
+        const size_t g = (size_t)(head - p.H - (value ? p.G : 0));
+        M *cache = (M *)(value ? p.values : p.keys);
+        cache[((slot * p.G + g) * p.S + position) * D + d] = from_float<M>(x);
+    }
+}
+
+} // namespace
+
+/* ---- launchers ---- */
+
+void cuda_embed(struct engine *e, struct rows rows) {
+    const struct config *c = e->config;
+    struct embedding p = {};
+    p.tokens = cuda_row_numbers(e, 0);
+    p.positions = cuda_row_numbers(e, 2);
+    p.table = e->embed;
+    p.x = (float *)engine_region(e, REGION_X);
+    p.frequencies = e->rope;
+    p.rope = (float *)engine_region(e, REGION_ROPE);
+    p.C = c->width;
+    p.rope_tables = c->rope_tables;
+    p.half = c->rotary_dims / 2;
+    p.chunk = e->plan.limits.chunk;
+    p.embed_scale = c->embed_scale;
+    p.rope_scale = c->rope_scale;
+    cuda_launch(backend_of(e), "embed",
+                c->weight_dtype == F32 ? embed_kernel<float> : embed_kernel<bf16>,
+                dim3((unsigned)rows.count), ROW_THREADS, 0, p);
+}
+
+void cuda_norm(struct engine *e, const float *gamma, int first, int count) {
+    const int C = e->config->width;
+    const float *x = (const float *)engine_region(e, REGION_X) + (size_t)first * (size_t)C;
+    float *scale = (float *)engine_region(e, REGION_SCALES);
+    void *in = engine_region(e, REGION_PANELS);
+    const dim3 grid((unsigned)count);
+    if (e->config->weight_dtype == F32)
+        cuda_launch(backend_of(e), "norm", norm_kernel<float>, grid, ROW_THREADS, 0, x, gamma,
+                    (float *)in, scale, C, e->config->norm_eps);
+    else
+        cuda_launch(backend_of(e), "norm", norm_kernel<bf16>, grid, ROW_THREADS, 0, x, gamma,
+                    (bf16 *)in, scale, C, e->config->norm_eps);
+}
+
+void cuda_rope(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
+    const int table = c->layer[layer].rope_table;
+    struct rotation p = {};
+    p.half = c->rotary_dims / 2;
+    p.qkv = (const float *)engine_region(e, REGION_QKV);
+    if (table != NO_ID)
+        p.rope = (const float *)engine_region(e, REGION_ROPE) +
+                 (size_t)table * (size_t)e->plan.limits.chunk * 2 * (size_t)p.half;
+    p.slots = cuda_row_numbers(e, 1);
+    p.positions = cuda_row_numbers(e, 2);
+    p.q = engine_region(e, REGION_Q);
+    p.keys = cuda_layer_cache(e, REGION_KEYS, layer);
+    p.values = cuda_layer_cache(e, REGION_VALUES, layer);
+    p.H = c->heads;
+    p.G = c->kv_heads;
+    p.D = c->head_dim;
+    p.S = e->plan.limits.context;
+    cuda_launch(backend_of(e), "rope",
+                c->weight_dtype == F32 ? rope_kernel<float> : rope_kernel<bf16>,
+                dim3((unsigned)rows.count), ROW_THREADS, 0, p);
+}

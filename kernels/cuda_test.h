@@ -1,0 +1,22 @@
+/* What tests and benchmarks ask of the CUDA backend beside its operators. */
+#ifndef KERNELS_CUDA_TEST_H
+#define KERNELS_CUDA_TEST_H
+
+#include "kernels/ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Every operator through the kernels of the general path, whatever the device can do. Graphs that were
+ * captured are forgotten. */
+void cuda_general_path(struct engine *e, bool on);
+/* Copy between the host and the engine's arena; wait for it. Failures are the backend's: finish tells. */
+void cuda_write(struct engine *e, void *to, const void *from, size_t bytes);
+void cuda_read(struct engine *e, void *to, const void *from, size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,439 @@
+/* Times the CUDA backend on whole models with random weights.
+ *
+ *   bench_gpu [SmolLM2-135M|1B|3B|8B ...] [--decode] [--steps] [--prefill] [--operators]
+ *
+ * Without names all models, without flags all of it. A share is of the roof (ops->roof) measured in the
+ * same run: of reading for steps of up to 16 rows, of multiply-adds (mma.sync) above. Bytes are those of
+ * weights, once a step, and of the cache. */
+#define _POSIX_C_SOURCE 200809L
+#include "cli/seconds.h"
+#include "kernels/config.h"
+#include "kernels/cuda_test.h"
+#include "tests/random_engine.h"
+
+#include <stdbool.h>
+#include <time.h>
+
+static const struct {
+    const char *name;
+    struct shape shape;
+    bool tied;
+} models[] = {
+    {"SmolLM2-135M", {.C = 576, .L = 30, .H = 9, .G = 3, .D = 64, .F = 1536, .V = 49152}, true},
+    {"1B", {.C = 2048, .L = 16, .H = 32, .G = 8, .D = 64, .F = 8192, .V = 128256}, true},
+    {"3B", {.C = 3072, .L = 28, .H = 24, .G = 8, .D = 128, .F = 8192, .V = 128256}, true},
+    {"8B", {.C = 4096, .L = 32, .H = 32, .G = 8, .D = 128, .F = 14336, .V = 128256}, false},
+};
+enum { MODELS = sizeof models / sizeof *models };
+
+enum { CONTEXT = 32768 + 256, CHUNK = 8192, BURST = 64, ROUNDS = 7, LAUNCHES = 24 };
+static const size_t block_bytes = (size_t)64 << 20;
+
+/* What `run` does where nobody asks for anything else. */
+static const struct sampling sampling = {.temperature = 0.8f,
+                                         .top_k = 40,
+                                         .top_p = 0.95f,
+                                         .min_p = 0.05f,
+                                         .repeat_penalty = 1,
+                                         .seed = 42};
+static const struct sampling greedy = {.top_p = 1, .repeat_penalty = 1};
+
+/* ---- results ---- */
+
+/* A line of the table. */
+struct result {
+    const char *model;
+    char test[40], note[40];
+    double seconds, tokens, bytes, flops; /* tokens 0: an operator */
+    struct roof roof;
+    bool bytes_bind;
+};
+
+static struct result results[512];
+static int result_count;
+
+static void keep(struct result result) {
+    if (result_count == sizeof results / sizeof *results) return;
+    results[result_count++] = result;
+    fprintf(stderr, "%s %s: %.1f us\n", result.model, result.test, result.seconds * 1e6);
+}
+
+static void print_results(const char *device) {
+    char date[32];
+    const time_t now = time(NULL);
+    struct tm utc;
+    strftime(date, sizeof date, "%Y-%m-%d", gmtime_r(&now, &utc));
+    printf("%s, %s, bf16, random weights\n", date, device);
+    for (int i = 0; i < result_count; i++)
+        if (!i || strcmp(results[i].model, results[i - 1].model) != 0)
+            printf("roof beside %s: read %.2f TB/s, mma.sync %.0f TFLOP/s\n", results[i].model,
+                   results[i].roof.bytes_per_second * 1e-12,
+                   results[i].roof.flops_per_second * 1e-12);
+    puts("| model | test | us | tokens/s | MB | GB/s | TFLOP/s | share of the roof | |");
+    puts("|---|---|---|---|---|---|---|---|---|");
+    for (int i = 0; i < result_count; i++) {
+        const struct result *r = &results[i];
+        const double share = r->bytes_bind ? r->bytes / r->seconds / r->roof.bytes_per_second
+                                           : r->flops / r->seconds / r->roof.flops_per_second;
+        char rate[32] = "";
+        if (r->tokens > 0) snprintf(rate, sizeof rate, "%.1f", r->tokens / r->seconds);
+        printf("| %s | %s | %.2f | %s | %.1f | %.0f | %.1f | %.1f %% | %s |\n", r->model, r->test,
+               r->seconds * 1e6, rate, r->bytes * 1e-6, r->bytes / r->seconds * 1e-9,
+               r->flops / r->seconds * 1e-12, 100 * share, r->note);
+    }
+}
+
+/* ---- the engine ---- */
+
+struct bench {
+    const char *model;
+    struct config config;
+    struct engine engine;
+    struct roof roof;
+    int32_t tokens[CHUNK];
+};
+
+static void must(int code, const struct error *error) {
+    if (!code) return;
+    fprintf(stderr, "stopped: %s\n", error->text);
+    exit(1);
+}
+
+/* Random numbers over a whole region, the same block again and again. */
+static void fill(struct engine *e, enum region region, const char *block) {
+    const size_t bytes = e->plan.region[region].bytes;
+    for (size_t at = 0; at < bytes; at += block_bytes)
+        cuda_write(e, (char *)engine_region(e, region) + at, block,
+                   bytes - at < block_bytes ? bytes - at : block_bytes);
+}
+
+/* Norms of ones and the usual frequencies, where the random block has made no sense of them. */
+static void write_vector(struct engine *e, const struct tensor *t) {
+    const size_t count = t->bytes / 4;
+    float *values = malloc(t->bytes);
+    if (t->dtype != F32 || !values) abort();
+    for (size_t i = 0; i < count; i++)
+        values[i] = strcmp(t->name, "rope") != 0 ? 1 : 1 / (float)(1 + 3 * i);
+    cuda_write(e, (char *)engine_region(e, REGION_WEIGHTS) + t->offset, values, t->bytes);
+    free(values);
+}
+
+static void bench_open(struct bench *b, int model, const char *block) {
+    struct error error;
+    uint64_t bytes = 0;
+    struct tensor *tensors = malloc(MAX_TENSORS * sizeof *tensors);
+    if (!tensors) abort();
+    *b = (struct bench){.model = models[model].name,
+                        .config = random_config(models[model].shape, BF16)};
+    b->config.tied = models[model].tied;
+    for (int i = 0; i < CHUNK; i++) b->tokens[i] = (i * 7919 + 11) % b->config.vocab_used;
+    struct engine *e = &b->engine;
+    e->config = &b->config;
+    e->ops = &cuda_ops;
+    const int count = config_tensors(&b->config, tensors, &bytes);
+    if (count < 0) abort();
+    must(plan_make(&e->plan, &b->config, bytes,
+                   (struct limits){CONTEXT, CHUNK, 1, CUDA_GRAPH_ROWS, 1, true}, &error),
+         &error);
+    must(e->ops->open(e, &error), &error);
+    must(e->ops->allocate(e, &error), &error);
+    must(engine_locate_weights(e, tensors, (uint64_t)count, &error), &error);
+    fill(e, REGION_WEIGHTS, block);
+    fill(e, REGION_KEYS, block);
+    fill(e, REGION_VALUES, block);
+    for (int i = 0; i < count; i++)
+        if (tensors[i].dims == 1 || strstr(tensors[i].name, "norm") ||
+            !strcmp(tensors[i].name, "rope"))
+            write_vector(e, &tensors[i]);
+    free(tensors);
+    e->ops->roof(e, &b->roof);
+    must(e->ops->finish(e, &error), &error);
+}
+
+static void finish(struct engine *e) {
+    struct error error;
+    must(e->ops->finish(e, &error), &error);
+}
+
+/* ---- what the work is ---- */
+
+enum operator{ EMBED, QKV, ATTEND, OUT, GATE_UP, DOWN, CLASSIFY, OPERATORS };
+static const char *const names[] = {"embed", "qkv", "attend", "out", "gate_up", "down", "classify"};
+
+/* Weights of an operator, of one layer. */
+static double weights_of(const struct config *c, enum operator o) {
+    const double C = c->width, F = c->ffn, D = c->head_dim, H = c->heads, G = c->kv_heads;
+    switch (o) {
+    case QKV: return (H + 2 * G) * D * C;
+    case OUT: return C * H * D;
+    case GATE_UP: return 2 * F * C;
+    case DOWN: return F * C;
+    case CLASSIFY: return (double)c->vocab * C;
+    default: return 0;
+    }
+}
+
+/* Bytes read and FLOPs of an operator in a step of T rows at `context`. */
+static double bytes_of(const struct config *c, enum operator o, int T, int context) {
+    const double m = (double)dtype_size(c->weight_dtype);
+    if (o == ATTEND) return 2 * m * c->kv_heads * c->head_dim * (context + T);
+    return m * weights_of(c, o);
+}
+
+static double flops_of(const struct config *c, enum operator o, int T, int context) {
+    if (o == ATTEND) return 4.0 * T * (context + (T + 1) / 2.0) * c->heads * c->head_dim;
+    return 2 * weights_of(c, o) * T;
+}
+
+/* The same of a whole step, of which `classified` rows get logits. */
+static void step_work(const struct config *c, int T, int classified, int context,
+                      struct result *result) {
+    result->bytes = bytes_of(c, CLASSIFY, classified, 0);
+    result->flops = flops_of(c, CLASSIFY, classified, 0);
+    for (int o = QKV; o <= DOWN; o++) {
+        result->bytes += c->layers * bytes_of(c, (enum operator)o, T, context);
+        result->flops += c->layers * flops_of(c, (enum operator)o, T, context);
+    }
+}
+
+/* ---- timing ---- */
+
+static int ascending(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double values[ROUNDS]) {
+    qsort(values, ROUNDS, sizeof *values, ascending);
+    return values[ROUNDS / 2];
+}
+
+static void forward(struct engine *e, struct rows rows) {
+    e->ops->embed(e, rows);
+    for (int l = 0; l < e->config->layers; l++) {
+        e->ops->qkv(e, l, rows);
+        e->ops->attend(e, l, rows);
+        e->ops->project(e, l, ATTENTION_OUT, rows);
+        e->ops->gate_up(e, l, rows);
+        e->ops->project(e, l, FEED_FORWARD_DOWN, rows);
+    }
+    if (rows.classified > 0) e->ops->classify(e, rows);
+}
+
+/* Seconds of one of `repeats` steps. */
+static double seconds_of_step(struct engine *e, struct rows rows, int repeats,
+                              void (*work)(struct engine *, struct rows)) {
+    double taken[ROUNDS];
+    e->ops->step(e, rows, work); /* captured, and warm */
+    for (int round = 0; round < ROUNDS; round++) {
+        finish(e);
+        const double start = seconds();
+        for (int i = 0; i < repeats; i++) e->ops->step(e, rows, work);
+        finish(e);
+        taken[round] = (seconds() - start) / repeats;
+    }
+    return median(taken);
+}
+
+/* ---- decode ---- */
+
+/* The host loop, one draw ahead: seconds a token. */
+static double burst(struct bench *b, int context, struct sampler *sampler) {
+    struct engine *e = &b->engine;
+    const struct rows one = {1, 1};
+    struct error error;
+    int32_t id;
+    e->ops->set_rows(e, b->tokens, 1, 0, context);
+    finish(e);
+    const double start = seconds();
+    e->ops->step(e, one, forward);
+    e->ops->draw(e, one, sampler);
+    for (int i = 0; i < BURST; i++) {
+        if (i + 1 < BURST) {
+            e->ops->step(e, one, forward);
+            e->ops->draw(e, one, sampler);
+        }
+        must(e->ops->take(e, &id, &error), &error);
+    }
+    return (seconds() - start) / BURST;
+}
+
+static void bench_decode(struct bench *b) {
+    static const int contexts[] = {16, 1000, 4096, 32768};
+    struct sampler sampler;
+    struct error error;
+    must(sampler_open(&sampler, sampling, b->config.vocab_used, &error), &error);
+    for (int i = 0; i < (int)(sizeof contexts / sizeof *contexts); i++) {
+        double taken[ROUNDS];
+        struct result r = {.model = b->model,
+                           .tokens = 1,
+                           .roof = b->roof,
+                           .bytes_bind = true,
+                           .note = "and draw"};
+        burst(b, contexts[i], &sampler);
+        for (int round = 0; round < ROUNDS; round++) taken[round] = burst(b, contexts[i], &sampler);
+        snprintf(r.test, sizeof r.test, "decode after %d", contexts[i]);
+        r.seconds = median(taken);
+        step_work(&b->config, 1, 1, contexts[i] + BURST / 2, &r);
+        keep(r);
+    }
+    sampler_close(&sampler);
+}
+
+/* ---- steps of several rows ---- */
+
+static void bench_steps(struct bench *b) {
+    enum { AFTER = 1000 };
+    double one = 0;
+    for (int T = 1; T <= CUDA_GRAPH_ROWS; T *= 2) {
+        struct result r = {.model = b->model, .tokens = T, .roof = b->roof, .bytes_bind = true};
+        b->engine.ops->set_rows(&b->engine, b->tokens, T, 0, AFTER);
+        r.seconds = seconds_of_step(&b->engine, (struct rows){T, T}, LAUNCHES, forward);
+        if (T == 1) one = r.seconds;
+        snprintf(r.test, sizeof r.test, "step of %d after %d", T, AFTER);
+        snprintf(r.note, sizeof r.note, "%.2f times one row", r.seconds / one);
+        step_work(&b->config, T, T, AFTER, &r);
+        keep(r);
+    }
+}
+
+/* ---- prefill ---- */
+
+static void bench_prefill(struct bench *b) {
+    static const int lengths[] = {512, 2048, CHUNK};
+    for (int i = 0; i < (int)(sizeof lengths / sizeof *lengths); i++) {
+        const int T = lengths[i];
+        struct result r = {.model = b->model, .tokens = T, .roof = b->roof};
+        b->engine.ops->set_rows(&b->engine, b->tokens, T, 0, 0);
+        r.seconds = seconds_of_step(&b->engine, (struct rows){T, 1}, T < CHUNK ? 4 : 1, forward);
+        snprintf(r.test, sizeof r.test, "prompt of %d at once", T);
+        step_work(&b->config, T, 1, 0, &r);
+        keep(r);
+    }
+}
+
+/* ---- operators ---- */
+
+/* What time_launches launches: one operator, layer after layer. */
+static enum operator timed;
+
+static void time_launches(struct engine *e, struct rows rows) {
+    for (int i = 0; i < LAUNCHES; i++) {
+        const int layer = i % e->config->layers;
+        switch (timed) {
+        case EMBED: e->ops->embed(e, rows); break;
+        case QKV: e->ops->qkv(e, layer, rows); break;
+        case ATTEND: e->ops->attend(e, layer, rows); break;
+        case OUT: e->ops->project(e, layer, ATTENTION_OUT, rows); break;
+        case GATE_UP: e->ops->gate_up(e, layer, rows); break;
+        case DOWN: e->ops->project(e, layer, FEED_FORWARD_DOWN, rows); break;
+        default: e->ops->classify(e, rows);
+        }
+    }
+}
+
+static void bench_draw(struct bench *b, const struct sampling *how, const char *name) {
+    struct engine *e = &b->engine;
+    const struct rows one = {1, 1};
+    struct result r = {.model = b->model, .roof = b->roof, .bytes_bind = true};
+    struct sampler sampler;
+    struct error error;
+    double taken[ROUNDS];
+    int32_t id;
+    must(sampler_open(&sampler, *how, b->config.vocab_used, &error), &error);
+    for (int round = -1; round < ROUNDS; round++) { /* the first one warms up */
+        e->ops->set_rows(e, b->tokens, 1, 0, 0);
+        e->ops->step(e, one, forward);
+        finish(e);
+        const double start = seconds();
+        e->ops->draw(e, one, &sampler);
+        for (int i = 1; i < LAUNCHES; i++) {
+            e->ops->draw(e, one, &sampler);
+            must(e->ops->take(e, &id, &error), &error);
+        }
+        must(e->ops->take(e, &id, &error), &error);
+        if (round >= 0) taken[round] = (seconds() - start) / LAUNCHES;
+    }
+    snprintf(r.test, sizeof r.test, "draw, %s", name);
+    r.seconds = median(taken);
+    r.bytes = 4.0 * b->config.vocab_used;
+    keep(r);
+    sampler_close(&sampler);
+}
+
+/* The graphs that steps have captured are forgotten before and after: what is captured here is one
+ * operator. */
+static void bench_operators(struct bench *b) {
+    static const int rows[] = {1, 4, 16, 512, 2048};
+    enum { AFTER = 1000, L2_BYTES = 60 << 20 };
+    struct engine *e = &b->engine;
+    bench_draw(b, &greedy, "greedy");
+    bench_draw(b, &sampling, "top-k 40");
+    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
+        const int T = rows[i];
+        e->ops->set_rows(e, b->tokens, T, 0, AFTER);
+        e->ops->step(e, (struct rows){T, 1}, forward); /* valid inputs for every operator */
+        for (int o = EMBED; o < OPERATORS; o++) {
+            struct result r = {
+                .model = b->model, .roof = b->roof, .bytes_bind = T <= CUDA_GRAPH_ROWS};
+            if (o == CLASSIFY && T > CUDA_GRAPH_ROWS) continue; /* the last row alone, as above */
+            const int repeats = T <= CUDA_GRAPH_ROWS ? 8 : 1;
+            const int classified = o == CLASSIFY ? T : 1;
+            timed = (enum operator)o;
+            cuda_general_path(e, false);
+            r.seconds =
+                seconds_of_step(e, (struct rows){T, classified}, repeats, time_launches) / LAUNCHES;
+            snprintf(r.test, sizeof r.test, "%s, T %d after %d", names[o], T, AFTER);
+            r.bytes = bytes_of(&b->config, timed, T, AFTER);
+            r.flops = flops_of(&b->config, timed, T, AFTER);
+            const int layers = b->config.layers < LAUNCHES ? b->config.layers : LAUNCHES;
+            if (r.bytes * (o == CLASSIFY ? 1 : layers) < L2_BYTES)
+                snprintf(r.note, sizeof r.note, "stays in L2");
+            keep(r);
+        }
+    }
+    cuda_general_path(e, false);
+}
+
+/* ---- from the command line down ---- */
+
+static bool has(int argc, char **argv, const char *argument) {
+    for (int i = 1; i < argc; i++)
+        if (!strcmp(argv[i], argument)) return true;
+    return false;
+}
+
+int main(int argc, char **argv) {
+    static const struct {
+        const char *flag;
+        void (*run)(struct bench *b);
+    } parts[] = {{"--decode", bench_decode},
+                 {"--steps", bench_steps},
+                 {"--prefill", bench_prefill},
+                 {"--operators", bench_operators}};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    static struct bench b;
+    char why[160], device[160] = "";
+    bool some_parts = false, some_models = false;
+    for (int i = 0; i < PARTS; i++) some_parts |= has(argc, argv, parts[i].flag);
+    for (int i = 0; i < MODELS; i++) some_models |= has(argc, argv, models[i].name);
+    if (!cuda_usable(0, why)) {
+        printf("skipped: %s\n", why);
+        return 0;
+    }
+    uint64_t state = 1;
+    char *block = malloc(block_bytes);
+    if (!block) abort();
+    random_weights(&state, block, BF16, block_bytes / 2, 0.03f);
+    for (int m = 0; m < MODELS; m++) {
+        if (some_models && !has(argc, argv, models[m].name)) continue;
+        bench_open(&b, m, block);
+        snprintf(device, sizeof device, "%s", b.engine.device);
+        for (int i = 0; i < PARTS; i++)
+            if (!some_parts || has(argc, argv, parts[i].flag)) parts[i].run(&b);
+        b.engine.ops->close(&b.engine);
+    }
+    free(block);
+    print_results(device);
+    return 0;
+}

@@ -1,0 +1,340 @@
+/* Each operator of the CUDA backend on its own: from what the arena holds before it to what it must
+ * hold after it. Outputs and scratch are poison before. */
+#ifndef TESTS_GPU_OPERATORS_H
+#define TESTS_GPU_OPERATORS_H
+
+#include "tests/gpu_reference.h"
+
+/* A step, and what its checks share. */
+struct step {
+    struct gpu *g;
+    struct rows rows;
+    enum dtype dtype;
+    size_t T, C, H, G, D, F, V, S, qkv;
+    size_t every; /* of wide products so many columns are not computed but one */
+    char name[160];
+};
+
+static inline struct step step_of(struct gpu *g, struct rows rows, size_t every) {
+    const struct config *c = &g->host.config;
+    struct step s = {.g = g,
+                     .rows = rows,
+                     .dtype = c->weight_dtype,
+                     .T = (size_t)rows.count,
+                     .C = (size_t)c->width,
+                     .H = (size_t)c->heads,
+                     .G = (size_t)c->kv_heads,
+                     .D = (size_t)c->head_dim,
+                     .F = (size_t)c->ffn,
+                     .V = (size_t)c->vocab,
+                     .S = (size_t)g->device.plan.limits.context,
+                     .every = every};
+    s.qkv = (s.H + 2 * s.G) * s.D;
+    return s;
+}
+
+/* A region as it was before the operator, and as it is now. */
+static inline void *was(const struct step *s, enum region region) {
+    return engine_region(&s->g->host.engine, region);
+}
+
+static inline void *is_now(const struct step *s, enum region region) {
+    return region_now(s->g, region);
+}
+
+static inline int32_t *row_numbers(const struct step *s, int which) {
+    return (int32_t *)was(s, REGION_ROWS) + which * s->g->device.plan.limits.chunk;
+}
+
+/* Elements before a layer's cache m [slots, G, S, D], and before one position in that. */
+static inline size_t layer_offset(const struct step *s, int layer) {
+    return (size_t)layer * (size_t)s->g->device.plan.limits.slots * s->G * s->S * s->D;
+}
+
+static inline size_t position_offset(const struct step *s, size_t slot, size_t g, size_t position) {
+    return ((slot * s->G + g) * s->S + position) * s->D;
+}
+
+static inline int32_t some_token(struct random_engine *r) {
+    r->state = r->state * 6364136223846793005u + 1442695040888963407u;
+    return (int32_t)((r->state >> 33) % (uint64_t)r->config.vocab_used);
+}
+
+/* Random keys and values of all layers for positions 0..count of a slot, on the host alone. */
+static inline void fill_cache(const struct step *s, size_t slot, size_t count) {
+    const size_t m = dtype_size(s->dtype);
+    uint64_t *state = &s->g->host.state;
+    for (int l = 0; l < s->g->host.config.layers; l++)
+        for (size_t g = 0; g < s->G; g++) {
+            const size_t at = (layer_offset(s, l) + position_offset(s, slot, g, 0)) * m;
+            random_weights(state, (char *)was(s, REGION_KEYS) + at, s->dtype, count * s->D, 2);
+            random_weights(state, (char *)was(s, REGION_VALUES) + at, s->dtype, count * s->D, 1);
+        }
+}
+
+/* One case: the rows of the step, set through the table. */
+static inline void check_rows(struct step *s, int slot, int position) {
+    int32_t *tokens = allocated(s->T * sizeof *tokens);
+    for (size_t t = 0; t < s->T; t++) {
+        tokens[t] = row_numbers(s, 0)[t] = some_token(&s->g->host);
+        row_numbers(s, 1)[t] = slot;
+        row_numbers(s, 2)[t] = position + (int32_t)t;
+    }
+    s->g->device.ops->set_rows(&s->g->device, tokens, (int)s->T, slot, position);
+    if (gpu_read(s->g, s->name, "set_rows")) gpu_unchanged(s->g, s->name, "set_rows");
+    free(tokens);
+}
+
+/* Before an operator. */
+static inline void begin(struct step *s) {
+    gpu_poison(s->g, REGION_QKV);
+    gpu_poison(s->g, REGION_PANELS);
+    gpu_poison(s->g, REGION_SCALES);
+}
+
+/* Two cases: the output at `region` is right, and nothing else has changed. */
+static inline void end(struct step *s, const char *what, enum region region, enum dtype dtype,
+                       const struct both *right, size_t rows, size_t columns, double tolerance) {
+    float *got = floats_from(is_now(s, region), dtype, rows * columns);
+    compare(s->name, what, got, columns, right, rows, columns, tolerance);
+    gpu_allow(s->g, is_now(s, region), rows * columns * dtype_size(dtype));
+    gpu_unchanged(s->g, s->name, what);
+    free(got);
+}
+
+/* ---- embed ---- */
+
+static inline void check_embed(struct step *s) {
+    struct gpu *g = s->g;
+    const struct config *c = &g->host.config;
+    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * s->D);
+    gpu_poison(g, REGION_X);
+    gpu_poison(g, REGION_ROPE);
+    begin(s);
+    g->device.ops->embed(&g->device, s->rows);
+    if (gpu_read(g, s->name, "embed")) {
+        for (size_t t = 0; t < s->T; t++) {
+            for (size_t i = 0; i < s->C; i++) {
+                const size_t at = (size_t)row_numbers(s, 0)[t] * s->C + i;
+                const float value = weight_at(g->host.engine.embed, s->dtype, at);
+                x[t * s->C + i] =
+                    (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
+            }
+            for (size_t i = 0; i < s->D / 2; i++) { /* cosines turn (1, 0), sines come with it */
+                struct both unit[2] = {{1, 1}, {0, 0}};
+                reference_rope(unit, g->host.engine.rope + i, row_numbers(s, 2)[t], 1,
+                               c->rope_scale);
+                turn[t * s->D + i] = unit[0];
+                turn[t * s->D + s->D / 2 + i] = unit[1];
+            }
+        }
+        const float *turns = is_now(s, REGION_ROPE);
+        compare(s->name, "rope", turns, s->D, turn, s->T, s->D,
+                tolerance_of(turn, s->T * s->D, 0, F32, false));
+        gpu_allow(g, turns, s->T * s->D * sizeof *turns);
+        end(s, "embed", REGION_X, F32, x, s->T, s->C, tolerance_of(x, s->T * s->C, 0, F32, false));
+    }
+    free(x);
+    free(turn);
+}
+
+/* ---- qkv ---- */
+
+/* A case: K or V of the step's rows in the cache, against columns of what is right. */
+static inline void check_append(struct step *s, int layer, enum region region,
+                                const struct both *qkv, size_t column, double tolerance) {
+    const size_t width = s->G * s->D, m = dtype_size(s->dtype);
+    struct both *right = both_new(s->T * width);
+    float *got = allocated(s->T * width * sizeof *got);
+    for (size_t t = 0; t < s->T; t++)
+        for (size_t g = 0; g < s->G; g++) {
+            const size_t slot = (size_t)row_numbers(s, 1)[t], at = (size_t)row_numbers(s, 2)[t];
+            const size_t offset = layer_offset(s, layer) + position_offset(s, slot, g, at);
+            const char *from = (char *)is_now(s, region) + offset * m;
+            for (size_t d = 0; d < s->D; d++) {
+                got[t * width + g * s->D + d] = weight_at(from, s->dtype, d);
+                right[t * width + g * s->D + d] = qkv[t * s->qkv + column + g * s->D + d];
+            }
+            gpu_allow(s->g, from, s->D * m);
+        }
+    compare(s->name, region_name(region), got, width, right, s->T, width, tolerance);
+    free(got);
+    free(right);
+}
+
+/* Queries, keys and values of a layer, rounded as they are stored. */
+static inline struct both *reference_qkv(const struct step *s, int layer, const struct both *x,
+                                         const int32_t *positions) {
+    const struct engine *e = &s->g->host.engine;
+    const struct columns columns = {s->qkv, s->D / 2, s->every};
+    struct both *qkv = normed_product(x, e->layer[layer].norm_attention, e->config->norm_eps,
+                                      e->layer[layer].qkv, s->dtype, s->T, s->C, columns);
+    for (size_t t = 0; t < s->T; t++)
+        for (size_t h = 0; h < s->H + s->G; h++)
+            reference_rope(qkv + t * s->qkv + h * s->D, e->rope, positions[t], s->D / 2,
+                           e->config->rope_scale);
+    round_plain(qkv, s->T * s->qkv, s->dtype);
+    return qkv;
+}
+
+static inline void check_qkv(struct step *s, int layer) {
+    struct gpu *g = s->g;
+    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    const size_t queries = s->H * s->D;
+    gpu_poison(g, REGION_Q);
+    begin(s);
+    g->device.ops->qkv(&g->device, layer, s->rows);
+    if (gpu_read(g, s->name, "qkv")) {
+        struct both *qkv = reference_qkv(s, layer, x, row_numbers(s, 2));
+        struct both *q = both_new(s->T * queries);
+        for (size_t t = 0; t < s->T; t++)
+            memcpy(q + t * queries, qkv + t * s->qkv, queries * sizeof *q);
+        const double tolerance = tolerance_of(qkv, s->T * s->qkv, s->C, s->dtype, true);
+        check_append(s, layer, REGION_KEYS, qkv, queries, tolerance);
+        check_append(s, layer, REGION_VALUES, qkv, queries + s->G * s->D, tolerance);
+        end(s, "qkv", REGION_Q, s->dtype, q, s->T, queries, tolerance);
+        free(qkv);
+        free(q);
+    }
+    free(x);
+}
+
+/* ---- attend ---- */
+
+static inline void check_attend(struct step *s, int layer) {
+    struct gpu *g = s->g;
+    const size_t count = s->T * s->H * s->D;
+    const size_t cache = (size_t)g->device.plan.limits.slots * s->G * s->S * s->D;
+    const size_t before = layer_offset(s, layer) * dtype_size(s->dtype);
+    gpu_poison(g, REGION_A);
+    gpu_poison(g, REGION_PARTS);
+    begin(s);
+    g->device.ops->attend(&g->device, layer, s->rows);
+    if (!gpu_read(g, s->name, "attend")) return;
+    struct both *q = both_of(was(s, REGION_Q), s->dtype, count), *a = both_new(count);
+    struct both *k = both_of((char *)was(s, REGION_KEYS) + before, s->dtype, cache);
+    struct both *v = both_of((char *)was(s, REGION_VALUES) + before, s->dtype, cache);
+    struct attention_job job = {.q = q,
+                                .k = k,
+                                .v = v,
+                                .out = a,
+                                .slots = row_numbers(s, 1),
+                                .positions = row_numbers(s, 2),
+                                .T = s->T,
+                                .H = s->H,
+                                .G = s->G,
+                                .D = s->D,
+                                .S = s->S,
+                                .scale = g->host.config.attention_scale};
+    attention(&job, s->dtype);
+    end(s, "attend", REGION_A, s->dtype, a, s->T, s->H * s->D,
+        tolerance_of(a, count, s->S, s->dtype, true));
+    free(q);
+    free(k);
+    free(v);
+    free(a);
+}
+
+/* ---- project ---- */
+
+static inline void check_project(struct step *s, int layer, enum projection which) {
+    struct gpu *g = s->g;
+    const bool out = which == ATTENTION_OUT;
+    const char *name = out ? "x + a Wout" : "x + h Wdown";
+    const size_t K = out ? s->H * s->D : s->F;
+    const struct layer_weights *w = &g->host.engine.layer[layer];
+    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    begin(s);
+    g->device.ops->project(&g->device, layer, which, s->rows);
+    if (gpu_read(g, s->name, name)) {
+        struct both *in = both_of(was(s, out ? REGION_A : REGION_H), s->dtype, s->T * K);
+        product(x, in, out ? w->out : w->down, s->dtype, s->T, K,
+                (struct columns){s->C, s->C, s->every});
+        end(s, name, REGION_X, F32, x, s->T, s->C,
+            tolerance_of(x, s->T * s->C, K, s->dtype, false));
+        free(in);
+    }
+    free(x);
+}
+
+/* ---- gate and up ---- */
+
+/* silu(gate) up, rounded as it is stored. */
+static inline struct both *reference_gate_up(const struct step *s, int layer,
+                                             const struct both *x) {
+    const struct engine *e = &s->g->host.engine;
+    const struct layer_weights *w = &e->layer[layer];
+    struct both *h = both_new(s->T * s->F);
+    struct both *gate_up = normed_product(x, w->norm_ffn, e->config->norm_eps, w->gate_up, s->dtype,
+                                          s->T, s->C, (struct columns){2 * s->F, s->F, s->every});
+    reference_swiglu(h, gate_up, s->T, s->F);
+    round_plain(h, s->T * s->F, s->dtype);
+    free(gate_up);
+    return h;
+}
+
+static inline void check_gate_up(struct step *s, int layer) {
+    struct gpu *g = s->g;
+    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    gpu_poison(g, REGION_H);
+    begin(s);
+    g->device.ops->gate_up(&g->device, layer, s->rows);
+    if (gpu_read(g, s->name, "gate_up")) {
+        struct both *h = reference_gate_up(s, layer, x);
+        end(s, "gate_up", REGION_H, s->dtype, h, s->T, s->F,
+            tolerance_of(h, s->T * s->F, s->C, s->dtype, true));
+        free(h);
+    }
+    free(x);
+}
+
+/* ---- classify ---- */
+
+/* A row of REGION_LOGITS is the operator's as a whole; of ids that are not in use nothing is asked. */
+static inline void check_classify(struct step *s) {
+    struct gpu *g = s->g;
+    const struct engine *e = &g->host.engine;
+    const size_t n = (size_t)s->rows.classified, used = (size_t)e->config->vocab_used;
+    const float *first = (float *)was(s, REGION_X) + (s->T - n) * s->C;
+    struct both *x = both_of(first, F32, n * s->C);
+    gpu_poison(g, REGION_LOGITS);
+    begin(s);
+    g->device.ops->classify(&g->device, s->rows);
+    if (gpu_read(g, s->name, "classify")) {
+        const float *got = is_now(s, REGION_LOGITS);
+        struct both *logits =
+            normed_product(x, e->norm_final, e->config->norm_eps, e->classifier, s->dtype, n, s->C,
+                           (struct columns){used, used, s->every});
+        compare(s->name, "logits", got, s->V, logits, n, used,
+                tolerance_of(logits, n * used, s->C, s->dtype, false));
+        float *row = allocated(used * sizeof *row);
+        struct error error = {0};
+        for (size_t t = 0; t < n; t++) {
+            const int code = g->device.ops->read_logits(&g->device, (int)t, row, &error);
+            check(!code && !memcmp(row, got + t * s->V, used * sizeof *row),
+                  "%s: read_logits of row %zu: %s", s->name, t, code ? error.text : "other bits");
+        }
+        gpu_allow(g, got, n * s->V * sizeof *got);
+        gpu_unchanged(g, s->name, "classify");
+        free(row);
+        free(logits);
+    }
+    free(x);
+}
+
+/* ---- all of them ---- */
+
+/* Every operator once, on the rows that are set. */
+static inline void check_operators(struct step *s) {
+    check_embed(s);
+    for (int l = 0; l < s->g->host.config.layers; l++) {
+        check_qkv(s, l);
+        check_attend(s, l);
+        check_project(s, l, ATTENTION_OUT);
+        check_gate_up(s, l);
+        check_project(s, l, FEED_FORWARD_DOWN);
+    }
+    if (s->rows.classified > 0) check_classify(s);
+}
+
+#endif

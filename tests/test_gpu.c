@@ -1,0 +1,305 @@
+/* The CUDA backend: every operator against a plain fp64 computation, whole models against that and
+ * against the CPU, the same bits from the same step, and the sampler.
+ *
+ *   test_gpu [--quick] [part of a test's name ...]
+ *
+ * --quick runs few shapes, for compute-sanitizer. Where there is no GPU nothing is tested. */
+#define _POSIX_C_SOURCE 200809L
+#include "cli/seconds.h"
+#include "cli/threads.h"
+#include "tests/gpu_draws.h"
+
+static bool quick;
+
+/* ---- every operator ---- */
+
+/* Sizes around vectors of 8, tiles of 16, 64 and 128, odd vocabularies, groups of 1 to 7 heads. */
+static const struct shape shapes[] = {
+    {24, 1, 3, 1, 64, 40, 1001},     {576, 1, 9, 3, 64, 1536, 1001}, {104, 1, 6, 2, 96, 136, 331},
+    {8, 1, 1, 1, 64, 8, 257},        {72, 1, 5, 1, 80, 56, 257},     {40, 2, 7, 1, 128, 200, 257},
+    {136, 1, 3, 3, 256, 72, 129},    {64, 1, 5, 5, 128, 64, 1},      {256, 1, 14, 2, 64, 512, 1001},
+    {1032, 1, 8, 1, 64, 1544, 515},  {520, 1, 5, 1, 256, 264, 77},   {128, 1, 16, 2, 80, 128, 255},
+    {2048, 1, 8, 2, 64, 1024, 2051},
+};
+static const int rows[] = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 65, 129};
+static const int positions[] = {0, 1, 63, 64, 65, 127, 500};
+enum {
+    SHAPES = sizeof shapes / sizeof *shapes,
+    ROWS = sizeof rows / sizeof *rows,
+    POSITIONS = sizeof positions / sizeof *positions
+};
+
+static void name_step(struct step *s, bool general) {
+    snprintf(s->name, sizeof s->name, "C %zu H %zu G %zu D %zu F %zu V %zu %s, T %zu at %d%s", s->C,
+             s->H, s->G, s->D, s->F, s->V, dtype_name(s->dtype), s->T, row_numbers(s, 2)[0],
+             general ? ", general path" : "");
+}
+
+/* T rows at a position of slot 1 of two, on both paths; everything else in the caches is NaN. */
+static void check_step(struct gpu *g, int T, int position, size_t every) {
+    for (int general = 0; general < 2; general++) {
+        struct step s = step_of(g, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4}, every);
+        cuda_general_path(&g->device, general);
+        gpu_reset(g);
+        fill_cache(&s, 1, (size_t)position);
+        gpu_put_all(g);
+        row_numbers(&s, 2)[0] = position; /* for the name; the device is told below */
+        name_step(&s, general);
+        check_rows(&s, 1, position);
+        check_operators(&s);
+    }
+}
+
+static void check_shape(struct shape shape, enum dtype dtype, int T, int position) {
+    struct gpu g;
+    struct config c = random_config(shape, dtype);
+    c.rope_scale = 1.25f;
+    c.embed_scale = 1.5f;
+    c.tied = T % 2;
+    c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
+    gpu_open(&g, c, (struct limits){position + T + T % 5, T + T % 3, 2, T, 1, true});
+    check_step(&g, T, position, shape.C > 2000 ? 7 : 1);
+    gpu_close(&g);
+}
+
+static void operators_on_ragged_shapes(void) {
+    int n = 0;
+    for (int i = 0; i < SHAPES; i += quick ? 5 : 1)
+        for (int t = 0; t < ROWS; t += quick ? 4 : 1)
+            for (int dtype = F32; dtype <= BF16; dtype++, n++)
+                check_shape(shapes[i], (enum dtype)dtype, rows[t],
+                            positions[(n / 2 + n / (2 * ROWS)) % POSITIONS]);
+}
+
+/* Sums of every length that one row, or a few, have a form for: at the ends of what a form takes. */
+static void operators_of_few_rows_at_every_width(void) {
+    static const int widths[] = {8,     512,   520,   1016,  1024,  1032,  1536,  1544,  2048,
+                                 2056,  4096,  4104,  6144,  6152,  8192,  8200,  10240, 10248,
+                                 12288, 12296, 14336, 14344, 20480, 20488, 28672, 28680, 65536};
+    const int count = sizeof widths / sizeof *widths;
+    for (int i = 0; i < count; i += quick ? 4 : 1)
+        for (int dtype = F32; dtype <= BF16; dtype++)
+            for (int T = 1; T <= 4; T += 3) {
+                const int w = widths[i], heads = (w + 63) / 64;
+                check_shape((struct shape){w, 1, 1, 1, 64, 24, 33}, (enum dtype)dtype, T, 3);
+                check_shape((struct shape){40, 1, 1, 1, 64, w, 33}, (enum dtype)dtype, T, 3);
+                check_shape((struct shape){24, 1, heads, 1, 64, 40, 33}, (enum dtype)dtype, T, 3);
+            }
+}
+
+/* A layer as wide as the 8B model's, whose configurations small shapes do not reach. */
+static void operators_on_a_wide_layer(void) {
+    static const int few[] = {1, 2, 4, 5, 16, 17, 130};
+    const struct shape wide = {4096, 1, 32, 8, 128, 14336, 1003};
+    const int count = sizeof few / sizeof *few;
+    for (int dtype = quick ? BF16 : F32; dtype <= BF16; dtype++) {
+        struct gpu g;
+        gpu_open(&g, random_config(wide, (enum dtype)dtype),
+                 (struct limits){700, few[count - 1], 2, few[count - 1], 1, true});
+        for (int t = 0; t < (quick ? 1 : count); t++)
+            check_step(&g, few[t], positions[(t + 5) % POSITIONS], 61);
+        gpu_close(&g);
+    }
+}
+
+/* Caches so long that decode cuts them into parts, up to all of its parts and beyond. */
+static void operators_after_long_caches(void) {
+    static const int far[] = {1023, 1024, 2047, 4095, 4096, 4097, 5000, 9001};
+    const int count = sizeof far / sizeof *far;
+    const struct shape one = {24, 1, 7, 1, 64, 40, 17}, two = {32, 1, 8, 2, 128, 16, 17};
+    for (int i = 0; i < (quick ? 1 : count); i++)
+        for (int dtype = F32; dtype <= BF16; dtype++) {
+            check_shape(one, (enum dtype)dtype, 1, far[i]);
+            check_shape(two, (enum dtype)dtype, 2 + i, far[i] - 1);
+            check_shape(one, (enum dtype)dtype, 17 + 8 * i, far[i] - 20);
+        }
+}
+
+/* ---- rows that differ ---- */
+
+/* Rows of a step that belong to different sequences, also at neighbouring and at falling positions. */
+static void rows_of_several_slots(void) {
+    static const int slots[] = {0, 0, 1, 2, 2, 2, 2, 1}, at[] = {3, 4, 5, 300, 299, 301, 303, 6};
+    for (int i = 0; i < (quick ? 1 : 9); i++)
+        for (int T = 1; T <= 8; T++)
+            for (int general = 0; general < 2; general++) {
+                struct gpu g;
+                gpu_open(&g, random_config(shapes[i], T % 3 ? BF16 : F32),
+                         (struct limits){310, 8, 3, 8, 1, true});
+                struct step s = step_of(&g, (struct rows){T, T}, 1);
+                for (int t = 0; t < T; t++) {
+                    row_numbers(&s, 0)[t] = some_token(&g.host);
+                    row_numbers(&s, 1)[t] = slots[(t + i) % 8];
+                    row_numbers(&s, 2)[t] = at[(t + i) % 8];
+                }
+                fill_cache(&s, 0, 4);
+                fill_cache(&s, 1, 6);
+                fill_cache(&s, 2, 303);
+                cuda_general_path(&g.device, general);
+                gpu_put_all(&g);
+                name_step(&s, general);
+                strcat(s.name, ", three slots");
+                check_operators(&s);
+                gpu_close(&g);
+            }
+}
+
+/* A later row of the same step is past a row's length, too: its NaN stays its own. */
+static void a_nan_row_stays_alone(void) {
+    for (int i = 0; i < (quick ? 2 : SHAPES); i++)
+        for (int T = 2; T < 150; T += 1 + T / 3) {
+            struct gpu g;
+            gpu_open(&g, random_config(shapes[i], T % 2 ? F32 : BF16),
+                     (struct limits){200, T, 1, 1, 1, true});
+            struct step s = step_of(&g, (struct rows){T, 1}, 1);
+            snprintf(s.name, sizeof s.name, "C %zu D %zu, T %d, the last row NaN", s.C, s.D, T);
+            check_rows(&s, 0, 0);
+            g.device.ops->embed(&g.device, s.rows);
+            float *row = allocated(s.C * sizeof *row);
+            for (size_t c = 0; c < s.C; c++) row[c] = NAN;
+            cuda_write(&g.device, (float *)engine_region(&g.device, REGION_X) + (s.T - 1) * s.C,
+                       row, s.C * sizeof *row);
+            g.device.ops->qkv(&g.device, 0, s.rows);
+            g.device.ops->attend(&g.device, 0, s.rows);
+            size_t wrong = 0;
+            if (gpu_read(&g, s.name, "attend"))
+                for (size_t a = 0; a < s.T * s.H * s.D; a++)
+                    wrong += isnan(weight_at(is_now(&s, REGION_A), s.dtype, a)) !=
+                             (a >= (s.T - 1) * s.H * s.D);
+            check(!wrong, "%s: %zu of %zu numbers are wrongly NaN, or not", s.name, wrong,
+                  s.T * s.H * s.D);
+            free(row);
+            gpu_close(&g);
+        }
+}
+
+/* ---- whole models ---- */
+
+static void models_in_any_chunks(void) {
+    static const int chunks[] = {1, 7, 16, 64, 150};
+    static const struct shape models[] = {
+        {576, 2, 9, 3, 64, 1536, 1001}, {72, 2, 6, 2, 96, 88, 131}, {256, 2, 7, 1, 128, 520, 257}};
+    for (int i = 0; i < (quick ? 1 : 3); i++)
+        for (int dtype = F32; dtype <= BF16; dtype++)
+            check_chunks(models[i], (enum dtype)dtype, quick ? 20 : 150, chunks, quick ? 2 : 5);
+}
+
+/* Also as a graph: all numbers of rows that are captured, and those beside them. */
+static void the_same_bits_again(void) {
+    static const int many[] = {17, 33, 65, 129};
+    for (int i = 0; i < (quick ? 1 : 3); i++)
+        for (int dtype = F32; dtype <= BF16; dtype++) {
+            struct gpu g;
+            gpu_open(&g, random_config(shapes[i], (enum dtype)dtype),
+                     (struct limits){700, 129, 1, 16, 1, true});
+            for (int general = 0; general < 2; general++) {
+                cuda_general_path(&g.device, general);
+                for (int T = 1; T <= 16; T += quick ? 15 : 1)
+                    for (int n = 0; n < 3; n++)
+                        check_repeats(&g, (struct rows){T, n == 2 ? T : n},
+                                      positions[(T + n) % POSITIONS], T % 5 == 1 ? 20 : 2);
+                for (int t = 0; t < (quick ? 1 : 4); t++)
+                    check_repeats(&g, (struct rows){many[t], 1}, 500 * (t % 2), 20);
+            }
+            gpu_close(&g);
+        }
+}
+
+/* ---- draws ---- */
+
+static const struct sampling samplings[] = {
+    {.temperature = 0, .top_p = 1, .repeat_penalty = 1},
+    {.temperature = 0, .top_p = 1, .repeat_penalty = 1.3f, .repeat_last = 64},
+    {.temperature = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f, .repeat_penalty = 1},
+    {.temperature = 0.8f, .top_k = 40, .top_p = 0.9f, .repeat_penalty = 1.1f, .repeat_last = 64},
+    {.temperature = 1, .top_k = 1, .top_p = 1, .repeat_penalty = 1},
+    {.temperature = 1, .top_k = 256, .top_p = 1, .repeat_penalty = 1.2f, .repeat_last = 7},
+    {.temperature = 1.5f, .top_k = 2000, .top_p = 0.99f, .repeat_penalty = 1},
+    {.temperature = 1, .top_p = 1, .repeat_penalty = 1},
+    {.temperature = 2, .top_p = 0.9f, .min_p = 0.02f, .repeat_penalty = 1.1f, .repeat_last = 4096},
+};
+enum { SAMPLINGS = sizeof samplings / sizeof *samplings };
+
+static void draws_as_the_cpu_makes_them(void) {
+    static const int vocabularies[] = {3, 257, 1001, 32000, 49152, 128256, 128257};
+    for (int v = 0; v < 7; v += quick ? 2 : 1)
+        for (int i = 0; i < SAMPLINGS; i++) {
+            struct sampling sampling = samplings[i];
+            sampling.seed = 42 + (uint64_t)i;
+            check_draws(vocabularies[v], sampling, quick ? 4 : 16, 3);
+            check_draws(vocabularies[v], sampling, quick ? 2 : 8, 30);
+        }
+}
+
+static void logits_that_are_not_numbers(void) {
+    static const float bad[] = {NAN, INFINITY};
+    for (int i = 0; i < 2; i++) {
+        check_refusal(257, bad[i], 0);
+        check_refusal(1001, bad[i], 999);
+        check_refusal(128256, bad[i], 128255);
+        check_refusal(128256, bad[i], 70001);
+    }
+    check_refusal(1001, -INFINITY, -1);
+}
+
+static void the_loop_is_one_draw_ahead(void) {
+    for (int i = 0; i < SAMPLINGS; i += quick ? 3 : 1)
+        for (int dtype = F32; dtype <= BF16; dtype++) {
+            struct sampling sampling = samplings[i];
+            sampling.seed = 7;
+            check_loop(shapes[i % 3], (enum dtype)dtype, sampling);
+        }
+}
+
+/* ---- the runner ---- */
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} tests[] = {
+    {"operators_on_ragged_shapes", operators_on_ragged_shapes},
+    {"operators_on_a_wide_layer", operators_on_a_wide_layer},
+    {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
+    {"operators_after_long_caches", operators_after_long_caches},
+    {"rows_of_several_slots", rows_of_several_slots},
+    {"a_nan_row_stays_alone", a_nan_row_stays_alone},
+    {"models_in_any_chunks", models_in_any_chunks},
+    {"the_same_bits_again", the_same_bits_again},
+    {"draws_as_the_cpu_makes_them", draws_as_the_cpu_makes_them},
+    {"logits_that_are_not_numbers", logits_that_are_not_numbers},
+    {"the_loop_is_one_draw_ahead", the_loop_is_one_draw_ahead},
+};
+
+/* Whether one of the arguments is part of the name; without any, all are asked for. */
+static bool asked_for(const char *name, int argc, char **argv) {
+    bool any = false;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--quick")) continue;
+        if (strstr(name, argv[i])) return true;
+        any = true;
+    }
+    return !any;
+}
+
+int main(int argc, char **argv) {
+    char why[160];
+    struct error error;
+    for (int i = 1; i < argc; i++) quick |= !strcmp(argv[i], "--quick");
+    if (!cuda_usable(0, why)) {
+        printf("skipped: %s\n", why);
+        return 0;
+    }
+    gpu_must(team_open(&team, default_threads(), &error), &error);
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
+        if (!asked_for(tests[i].name, argc, argv)) continue;
+        const int passed = tally.passed, failed = tally.failed;
+        const double start = seconds();
+        tests[i].run();
+        printf("%-38s %6d passed, %d failed, %.1f s\n", tests[i].name, tally.passed - passed,
+               tally.failed - failed, seconds() - start);
+        fflush(stdout);
+    }
+    team_close(team);
+    printf("%d passed, %d failed\n", tally.passed, tally.failed);
+    return tally.failed > 0 || tally.passed == 0;
+}
