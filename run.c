@@ -33,8 +33,7 @@ struct run {
     struct ids prompt;
     struct engine engine;
     struct sampler sampler;
-    int last_rows; /* of the prompt's last chunk */
-    FILE *logits;  /* --logits writes here */
+    FILE *logits; /* --logits writes here */
 };
 
 /* ---- the forward pass ---- */
@@ -185,8 +184,9 @@ static int choose_threads(const struct options *options) {
 
 /* ---- the prompt through the model ---- */
 
-/* Runs the prompt in chunks; every row gets logits, or the last row of the last chunk alone. each
- * (may be NULL) is called after every chunk, with its number of rows. */
+/* Runs the prompt in chunks; every row gets logits, or the last row of the last chunk alone, from which
+ * the answer's first id is drawn. each (may be NULL) is called after every chunk, with its number of
+ * rows. */
 static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, int, struct error *),
                    struct error *error) {
     struct engine *e = &r->engine;
@@ -195,9 +195,9 @@ static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, i
         if (signalled) return interrupted(error);
         int count = total - done < chunk ? total - done : chunk;
         bool last = done + count == total;
-        r->last_rows = count;
         e->ops->set_rows(e, r->prompt.id + done, count, 0, done);
-        e->ops->step(e, (struct rows){count, classify_all ? count : last}, forward);
+        e->ops->step(e, (struct rows){count, classify_all ? count : last}, forward,
+                     last && !classify_all ? &r->sampler : NULL);
         int code = each ? each(r, count, error) : 0;
         if (code) return code;
     }
@@ -230,40 +230,27 @@ static int print_prompt(struct run *r, struct decoder *decoder, struct output *o
     return 0;
 }
 
-/* The draws of an answer: how many were asked for, and where the next one's token goes. */
-struct draws {
-    int asked, position;
-};
-
-/* Asks for one more id: from the logits that are there, or after a step of the id drawn last, which
- * need not have come back for that. false: the context is full. */
-static bool ask(struct run *r, struct draws *draws) {
-    struct engine *e = &r->engine;
-    if (draws->asked > 0) {
-        if (draws->position == e->plan.limits.context) return false;
-        e->ops->step(e, (struct rows){1, 1}, forward);
-        draws->position++;
-    }
-    e->ops->draw(e, (struct rows){draws->asked ? 1 : r->last_rows, 1}, &r->sampler);
-    draws->asked++;
-    return true;
-}
-
 /* Draws and prints until one of the ends: n tokens, a stop token, a stop text, a full context, a
- * signal. Where the device works beside the host, it is one draw ahead of the printing. Returns the
- * tokens drawn through *drawn. */
+ * signal. The prompt's last step has drawn the first id; each further step starts from the id drawn
+ * last, which need not have come back for that: where the device works beside the host, it is one draw
+ * ahead of the printing. Returns the tokens drawn through *drawn. */
 static int answer(struct run *r, struct decoder *decoder, struct output *output, int *drawn,
                   struct error *error) {
     struct engine *e = &r->engine;
     const struct options *o = &r->options;
-    struct draws draws = {0, (int)r->prompt.count};
+    const int context = e->plan.limits.context;
+    int position = (int)r->prompt.count; /* of the id drawn last */
+    int asked = 1;                       /* draws so far, taken or not */
     int32_t id = NO_ID;
     for (*drawn = 0; o->tokens < 0 || *drawn < o->tokens; ++*drawn) {
         if (signalled) return interrupted(error);
-        while (draws.asked <= *drawn + e->ops->ahead && (o->tokens < 0 || draws.asked < o->tokens))
-            if (!ask(r, &draws)) break;
-        if (draws.asked == *drawn) {
-            note(o, "\nthe context of %d positions is full; -c sets it", draws.position);
+        while (asked <= *drawn + e->ops->ahead && (o->tokens < 0 || asked < o->tokens) &&
+               position < context) {
+            e->ops->step(e, (struct rows){1, 1}, forward, &r->sampler);
+            position++, asked++;
+        }
+        if (asked == *drawn) {
+            note(o, "\nthe context of %d positions is full; -c sets it", context);
             return 0;
         }
         int code = e->ops->take(e, &id, error);
@@ -293,11 +280,11 @@ static int generate(struct run *r, struct error *error) {
     catch_signals();
     output_open(&output, &r->options);
     if (r->options.echo && (code = print_prompt(r, &decoder, &output, error))) return code;
+    for (size_t i = 0; i < r->prompt.count; i++) sampler_accept(&r->sampler, r->prompt.id[i]);
     double start = seconds();
     if ((code = prefill(r, false, NULL, error))) return code;
     if ((code = r->engine.ops->finish(&r->engine, error))) return code;
     double prompt_done = seconds();
-    for (size_t i = 0; i < r->prompt.count; i++) sampler_accept(&r->sampler, r->prompt.id[i]);
     code = answer(r, &decoder, &output, &drawn, error);
     double end = seconds();
     if (code == 0 || code > 128) { /* done, or interrupted: the text so far is whole */

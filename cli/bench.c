@@ -112,7 +112,7 @@ static int run_prompt(struct runner *r, struct test test, int position, struct e
         int count = test.tokens - done < chunk ? test.tokens - done : chunk;
         random_tokens(r->tokens, count, e->config->vocab_used, &r->state);
         e->ops->set_rows(e, r->tokens, count, 0, position + done);
-        e->ops->step(e, (struct rows){count, done + count == test.tokens}, r->forward);
+        e->ops->step(e, (struct rows){count, done + count == test.tokens}, r->forward, NULL);
     }
     return e->ops->finish(e, error);
 }
@@ -125,8 +125,7 @@ static int run_answer(struct runner *r, struct test test, int position, struct e
     random_tokens(r->tokens, 1, e->config->vocab_used, &r->state);
     e->ops->set_rows(e, r->tokens, 1, 0, position);
     for (int asked = 1; asked <= test.tokens && !code; asked++) {
-        e->ops->step(e, (struct rows){1, 1}, r->forward);
-        e->ops->draw(e, (struct rows){1, 1}, &r->greedy);
+        e->ops->step(e, (struct rows){1, 1}, r->forward, &r->greedy);
         for (; taken < asked - e->ops->ahead && !code; taken++) code = e->ops->take(e, &id, error);
     }
     for (; taken < test.tokens && !code; taken++) code = e->ops->take(e, &id, error);

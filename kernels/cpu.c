@@ -333,13 +333,6 @@ static float *logits_row(const struct engine *e, int row) {
     return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
 }
 
-static void cpu_draw(struct engine *e, struct rows rows, struct sampler *sampler) {
-    e->sampler = sampler;
-    e->drawn_row = rows.classified - 1;
-    row_numbers(e, 1)[0] = row_numbers(e, 1)[rows.count - 1];
-    row_numbers(e, 2)[0] = row_numbers(e, 2)[rows.count - 1] + 1;
-}
-
 static int cpu_take(struct engine *e, int32_t *id, struct error *error) {
     const int code = sampler_draw(e->sampler, logits_row(e, e->drawn_row), id, error);
     row_numbers(e, 0)[0] = *id;
@@ -353,8 +346,13 @@ static int cpu_read_logits(struct engine *e, int row, float *logits, struct erro
 }
 
 static void cpu_step(struct engine *e, struct rows rows,
-                     void (*forward)(struct engine *e, struct rows rows)) {
+                     void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler) {
     forward(e, rows);
+    if (!sampler) return;
+    e->sampler = sampler;
+    e->drawn_row = rows.classified - 1;
+    row_numbers(e, 1)[0] = row_numbers(e, 1)[rows.count - 1];
+    row_numbers(e, 2)[0] = row_numbers(e, 2)[rows.count - 1] + 1;
 }
 
 static int cpu_finish(struct engine *e, struct error *error) {
@@ -377,7 +375,6 @@ const struct ops cpu_ops = {.name = "cpu",
                             .project = cpu_project,
                             .gate_up = cpu_gate_up,
                             .classify = cpu_classify,
-                            .draw = cpu_draw,
                             .take = cpu_take,
                             .read_logits = cpu_read_logits,
                             .finish = cpu_finish,

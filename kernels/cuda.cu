@@ -162,18 +162,6 @@ static float *logits_row(const struct engine *e, int row) {
     return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
 }
 
-static void cuda_draw_row(struct engine *e, struct rows rows, struct sampler *sampler) {
-    struct cuda_backend *b = backend_of(e);
-    for (int which = 1; which < 3 && rows.count > 1;
-         which++) { /* slot and position of the last row */
-        int32_t *numbers = cuda_row_numbers(e, which);
-        CUDA_TRY(b, cudaMemcpyAsync(numbers, numbers + rows.count - 1, sizeof *numbers,
-                                    cudaMemcpyDeviceToDevice, b->stream));
-    }
-    cuda_draw(b, logits_row(e, rows.classified - 1), sampler, engine_region(e, REGION_DRAWS),
-              cuda_row_numbers(e, 0), cuda_row_numbers(e, 2));
-}
-
 static int cuda_take_id(struct engine *e, int32_t *id, struct error *error) {
     return cuda_take(backend_of(e), id, error);
 }
@@ -190,15 +178,15 @@ static int cuda_read_logits(struct engine *e, int row, float *logits, struct err
 
 extern "C" {
 extern const struct ops cuda_ops = {
-    "cuda",        1,
-    cuda_open,     cuda_free_memory,
-    cuda_allocate, cuda_upload,
-    cuda_close,    cuda_set_rows,
-    cuda_step,     cuda_embed,
-    cuda_qkv,      cuda_attend,
-    cuda_project,  cuda_gate_up,
-    cuda_classify, cuda_draw_row,
-    cuda_take_id,  cuda_read_logits,
-    cuda_finish,   cuda_roof,
+    "cuda",           1,
+    cuda_open,        cuda_free_memory,
+    cuda_allocate,    cuda_upload,
+    cuda_close,       cuda_set_rows,
+    cuda_step,        cuda_embed,
+    cuda_qkv,         cuda_attend,
+    cuda_project,     cuda_gate_up,
+    cuda_classify,    cuda_take_id,
+    cuda_read_logits, cuda_finish,
+    cuda_roof,
 };
 }

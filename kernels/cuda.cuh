@@ -38,7 +38,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 }
 
 __device__ __forceinline__ float silu(float x) {
-    return x / (1.0f + __expf(-x));
+    return __fdividef(x, 1.0f + __expf(-x));
 }
 
 /* 2^x to 2 ulp; -inf gives 0. */

@@ -23,9 +23,10 @@ struct cuda_backend {
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     bool graphs;        /* steps of few rows are captured once and replayed */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
-    cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1]
-                         [CUDA_GRAPH_ROWS + 1]; /* by rows and classified rows */
-    void *roof_memory;                          /* what the roof reads */
+    cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1]
+                         [2]; /* by rows, classified rows, and whether an id is drawn */
+    void (*captured)(struct engine *, struct rows); /* the forward pass that the graphs repeat */
+    void *roof_memory;                              /* what the roof reads */
     size_t roof_bytes;
     struct cuda_draws *draws; /* cuda_sample.cu */
 };
@@ -165,12 +166,23 @@ void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
 void cuda_draws_open(struct cuda_backend *b);
 void cuda_draws_close(struct cuda_backend *b);
 
-/* Enqueues a draw from f32 [sampler->vocab] logits, the same as sampler_draw (model/sampler.h) makes it.
- * The id becomes token[0] and position[0] rises by one, on the device; it comes to the host by itself.
- * The first draw brings what the sampler has accepted so far; later ones remember what they drew.
- * state: REGION_DRAWS. logits may be changed. */
-void cuda_draw(struct cuda_backend *b, float *logits, const struct sampler *sampler, void *state,
-               int32_t *token, int32_t *position);
+/* A draw from f32 [sampler->vocab] logits, the same as sampler_draw (model/sampler.h) makes it. Row 0
+ * becomes the id at the position after last_row's, in that row's slot; the id comes to the host by
+ * itself. logits may be changed. */
+struct cuda_draw {
+    float *logits;
+    const struct sampler *sampler;
+    void *state;                         /* REGION_DRAWS */
+    int32_t *tokens, *slots, *positions; /* [T] */
+    int last_row;
+};
+/* Before the kernels of a draw: room for its result, and for a sampler that has not drawn yet what it
+ * has accepted so far; later draws remember what they drew. Forgets captured graphs then. */
+void cuda_draw_begin(struct cuda_backend *b, const struct sampler *sampler, void *state);
+/* Launches the kernels; may be captured, since what changes from draw to draw is in the state. */
+void cuda_draw(struct cuda_backend *b, const struct cuda_draw *draw);
+/* After them: cuda_take can wait for the result. */
+void cuda_draw_end(struct cuda_backend *b);
 
 /* Waits for the oldest draw that was not taken yet. EXIT_INTERNAL for logits that are not numbers (as
  * sampler_draw says it), EXIT_DEVICE. */

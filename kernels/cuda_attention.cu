@@ -18,7 +18,8 @@
  *           2^(score - top), where top follows the row's maximum only once that is more than 8
  *           ahead: the quotient is the same, and the sums are seldom rescaled. Nothing past the
  *           last row's position is read; K and V are zeros there, and scores past a row's own
- *           position become -inf by selection.
+ *           position become -inf by selection. A NaN in a later row's V does reach the rows of its
+ *           tile, whose weight for it is zero: the model is broken, and the last row says so.
  * Needs     D a multiple of 8, at most 256; scale > 0; q, keys and values on 16 bytes, out on 4. */
 #include "kernels/cuda.cuh"
 #include "kernels/cuda.h"

@@ -12,7 +12,8 @@ void cuda_close(struct engine *e);
 int cuda_finish(struct engine *e, struct error *error);
 void cuda_roof(struct engine *e, struct roof *roof);
 void cuda_step(struct engine *e, struct rows rows,
-               void (*forward)(struct engine *e, struct rows rows));
+               void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler);
+/* Forgets every captured graph. */
 void cuda_graphs_close(struct cuda_backend *b);
 
 /* The first failure of the backend, if there is one: its code, and its line. */

@@ -182,7 +182,7 @@ template <int ROWS> __device__ __forceinline__ float fold(float sum[ROWS], int *
     return sum[0];
 }
 
-/* Every row of the block against the inputs: partial[row][slice]. */
+/* Every row of the block against the inputs: partial[slice][row]. */
 template <class F>
 __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
                                         uint64_t *full, uint64_t *empty, float *partial, int rows) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, co
         if (lane == 0) barrier_arrive(shared_address(&empty[s]));
         const float total = fold<F::ROWS>(sum, &row);
         row += i * F::STAGE + first;
-        if (lane % (32 / F::ROWS) == 0 && row < rows) partial[row * F::SLICES + slice] = total;
+        if (lane % (32 / F::ROWS) == 0 && row < rows) partial[slice * rows + row] = total;
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
@@ -256,7 +256,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
         const int unit = first_unit + u;
         float sum[2] = {0, 0};
         for (int r = 0; r < U; r++) {
-            for (int i = 0; i < F::SLICES; i++) sum[r] += partial[(u * U + r) * F::SLICES + i];
+            for (int i = 0; i < F::SLICES; i++) sum[r] += partial[(i * units + u) * U + r];
             sum[r] *= factor;
         }
         ahead<M> own = first;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
  * Shapes    W bf16 [rows, K], K a multiple of 8 up to 256 SLICES VECTORS; inputs and outputs: struct stream.
  * Owners    block b the units from units b / blocks on. Eight warps consume: a lane keeps its inputs in
  *           registers and reads every weight once, 16 bytes at a time. The ninth produces.
- * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
+ * Shared    stages x F::STAGE rows of weights; partial f32 [SLICES][rows].
  * Bound     bytes: 2 K a row, each read once.
  * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by lane, over the lanes,
  *           over the slices. The norm's factor is applied to the finished sums.
@@ -335,9 +335,9 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     const size_t stage = (size_t)F::STAGE * (size_t)p.K * 2;
     const size_t blocks = (size_t)b->multiprocessors;
     const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
-    const size_t stages = std::min(std::max(ring / stage, (size_t)2), (size_t)MAX_STAGES);
+    const size_t stages = std::min(std::max(ring / stage, (size_t)3), (size_t)MAX_STAGES);
     p.stages = (int)stages;
-    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
+    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)3), stages);
     const size_t shared = stages * stage + rows * F::SLICES * sizeof(float);
     cuda_launch(b, "decode", decode_kernel<M, F>, dim3((unsigned)blocks), THREADS,
                 std::max(shared, least), p);

@@ -51,7 +51,8 @@ __device__ __forceinline__ void multiply_part(float (&sum)[S::BLOCKS_16][S::OCTE
             multiply_add(sum[i][j], f.in[i], f.W[j / 2][j % 2 * 2], f.W[j / 2][j % 2 * 2 + 1]);
 }
 
-/* A lane's sums to where the block's epilogue reads them. to: rows t and columns 2 (l%4) of the warp. */
+/* A lane's sums to where the block's epilogue reads them. to: rows t and columns 2 (l%4) of the
+ * warp. */
 template <class S>
 __device__ __forceinline__ void keep_sums(float *to,
                                           const float (&sum)[S::BLOCKS_16][S::OCTETS][4]) {
@@ -66,21 +67,24 @@ __device__ __forceinline__ void keep_sums(float *to,
         }
 }
 
-/* What      y (+)= scale in W^T, or h = silu(gate) up of two such products: struct product, bf16.
- * Shapes    in bf16 [T, K], W bf16 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h bf16 [T, N/2];
- *           in and W start at multiples of 16 bytes, and neither y nor h overlaps them.
- * Owners    a block: TILE_T rows and TILE_N rows of W, for all of K. A warp: a WARP_T x WARP_N part of
- *           that. A lane: as the tensor cores hold a 16 x 8 product (multiply_add).
- * Memory    a ring of STAGES steps, each TILE_T + TILE_N rows of 128 bytes (chunk_offset): loads of 8
- *           rows and copies meet no bank twice. Sums and two parts of K in registers: while one is
- *           multiplied the other is loaded. At the end the sums go through shared memory, so that
- *           rows of y and h are written in whole lines, aligned or not.
- * Bound     2 T N K FLOPs. A warp reads WARP_T + WARP_N rows from shared memory for WARP_T x WARP_N
- *           products: with 64 x 64 that and the tensor cores are about balanced. L2 gives a block
- *           TILE_T + TILE_N rows for TILE_T x TILE_N products. With few rows: W from memory, once.
- * Numerics  f32 sums over K in ascending order, 16 at a time, whatever the tile, so a row's result does
- *           not depend on the rows beside it. Rows and columns past the end are computed from zeros
- *           and not stored; K is filled up with zeros.
+/* What      y (+)= scale in W^T, or h = silu(gate) up of two such products: struct product,
+ *           bf16.
+ * Shapes    in bf16 [T, K], W bf16 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h bf16
+ *           [T, N/2]; in and W start at multiples of 16 bytes, and neither y nor h overlaps
+ *           them.
+ * Owners    a block: TILE_T rows and TILE_N rows of W, for all of K. A warp: a WARP_T x WARP_N
+ *           part of that. A lane: as the tensor cores hold a 16 x 8 product (multiply_add).
+ * Memory    a ring of STAGES steps, each TILE_T + TILE_N rows of 128 bytes (chunk_offset): loads
+ *           of 8 rows and copies meet no bank twice. Sums and two parts of K in registers: while
+ *           one is multiplied the other is loaded. At the end the sums go through shared memory,
+ *           so that rows of y and h are written in whole lines, aligned or not.
+ * Bound     2 T N K FLOPs. A warp reads WARP_T + WARP_N rows from shared memory for WARP_T x
+ *           WARP_N products: with 64 x 64 that and the tensor cores are about balanced. L2 gives
+ *           a block TILE_T + TILE_N rows for TILE_T x TILE_N products. With few rows: W from
+ *           memory, once.
+ * Numerics  f32 sums over K in ascending order, 16 at a time, whatever the tile, so a row's
+ *           result does not depend on the rows beside it. Rows and columns past the end are
+ *           computed from zeros and not stored; K is filled up with zeros.
  * Dependent launch  the first steps of W are asked for before the inputs are there.
  * Form      tensor cores through mma.sync, which every device from sm_80 on has. */
 template <class S>
@@ -150,14 +154,15 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) matmul(const struct pro
     store_tile<S::TILE_T, S::TILE_N, S::THREADS, bf16>(p, tile, sums);
 }
 
-/* Few rows, and W bound by its stream from memory: a block has five steps of 8 KB of W under way, enough
- * for memory with one block a multiprocessor. 96 KB of shared memory are there on every device. */
+/* Few rows, and W bound by its stream from memory: a block has five steps of 8 KB of W under
+ * way, enough for memory with one block a multiprocessor. 96 KB of shared memory are there on
+ * every device. */
 using narrow = shape<64, 64, 2, 2, 6, 2>;
-/* Many rows of few columns: 512 rows of 4096 columns are 128 tiles for 132 multiprocessors. With more
- * tiles two blocks share one, and each computes through the other's barriers. */
+/* Many rows of few columns: 512 rows of 4096 columns are 128 tiles for 132 multiprocessors. With
+ * more tiles two blocks share one, and each computes through the other's barriers. */
 using square = shape<128, 128, 2, 2, 3, 2>;
-/* Many rows: L2 has to give the least here. 192 columns rather than 256: 512 rows of 6144 columns are
- * 128 tiles, not 96. */
+/* Many rows: L2 has to give the least here. 192 columns rather than 256: 512 rows of 6144
+ * columns are 128 tiles, not 96. */
 using wide = shape<128, 192, 2, 4, 4, 1>;
 
 static_assert(narrow::SHARED_BYTES <= 99 * 1024, "sm_86 has it");

@@ -8,7 +8,8 @@ constexpr int SIDE = 16;
 constexpr int THREADS = SIDE * SIDE;
 constexpr int APART = THREADS / STEP_CHUNKS;
 
-/* sum += in W over the four elements of K in one chunk. in, W: addresses of this thread's first row. */
+/* sum += in W over the four elements of K in one chunk. in, W: addresses of this thread's first
+ * row. */
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[ROWS][COLUMNS], const char *in,
                                                const char *W) {
@@ -29,16 +30,19 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[ROWS][COLUMNS], cons
 }
 
 /* What      y (+)= scale in W^T, or h = silu(gate) up of two such products: struct product, f32.
- * Shapes    in f32 [T, K], W f32 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h f32 [T, N/2];
- *           in and W start at multiples of 16 bytes, and neither y nor h overlaps them.
- * Owners    a block: 16 ROWS rows of in and 16 COLUMNS rows of W, for all of K. A thread: every 16th of
- *           each. A warp's threads lie 4 x 8, so that a load of in or W reads at most 8 rows.
- * Memory    a ring of STAGES steps, each 16 (ROWS + COLUMNS) rows of 128 bytes (chunk_offset): loads of
- *           8 rows and copies meet no bank twice. Sums, and a chunk of each row of in, in registers.
- * Bound     2 T N K FLOPs. A thread loads ROWS + COLUMNS chunks for 4 ROWS COLUMNS multiply-adds.
- * Numerics  each sum is one chain of f32 multiply-adds over K in ascending order, whatever the tile, so
- *           a row's result does not depend on the rows beside it. Rows and columns past the end are
- *           computed from zeros and not stored; K is filled up with zeros.
+ * Shapes    in f32 [T, K], W f32 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h f32 [T,
+ *           N/2]; in and W start at multiples of 16 bytes, and neither y nor h overlaps them.
+ * Owners    a block: 16 ROWS rows of in and 16 COLUMNS rows of W, for all of K. A thread: every
+ *           16th of each. A warp's threads lie 4 x 8, so that a load of in or W reads at most 8
+ *           rows.
+ * Memory    a ring of STAGES steps, each 16 (ROWS + COLUMNS) rows of 128 bytes (chunk_offset):
+ *           loads of 8 rows and copies meet no bank twice. Sums, and a chunk of each row of in,
+ *           in registers.
+ * Bound     2 T N K FLOPs. A thread loads ROWS + COLUMNS chunks for 4 ROWS COLUMNS multiply-
+ *           adds.
+ * Numerics  each sum is one chain of f32 multiply-adds over K in ascending order, whatever the
+ *           tile, so a row's result does not depend on the rows beside it. Rows and columns past
+ *           the end are computed from zeros and not stored; K is filled up with zeros.
  * Dependent launch  the first steps of W are asked for before the inputs are there.
  * Form      multiply-adds, not tensor cores: those would round the inputs to TF32. */
 template <int ROWS, int COLUMNS, int STAGES>

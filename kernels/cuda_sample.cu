@@ -11,11 +11,12 @@
  * choose_candidate. */
 #include "kernels/cuda_sample.cuh"
 
-#include "kernels/cuda.h"
+#include "kernels/cuda_backend.h"
 
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* ---- the end of a draw ---- */
 
@@ -30,12 +31,19 @@ static __device__ void deliver(const struct draw &d, int id) {
     else if (logit_of(__ldcg(&state->first)) == -INFINITY)
         drawn = {NOTHING_FINITE, NO_ID, 0};
     const bool good = drawn.outcome == DRAWN;
-    if (good) *d.token = id;
-    if (d.remember_at >= 0) state->recent[d.remember_at] = good ? id : NO_ID;
-    *d.position += 1;
+    struct draw_counters *counters = &state->counters;
+    if (good) d.token[0] = id;
+    d.slot[0] = d.slot[d.last_row];
+    d.position[0] = d.position[d.last_row] + 1;
+    if (d.repeat_last > 0) {
+        state->recent[counters->accepted % d.repeat_last] = good ? id : NO_ID;
+        /* as sampler_accept counts: it never overflows, and stays >= repeat_last once full */
+        if (++counters->accepted == 2 * d.repeat_last) counters->accepted = d.repeat_last;
+    }
+    counters->number++;
     state->first = 0;
     state->smallest = state->invalid = 0;
-    *d.drawn = drawn; /* the host reads it after the event that follows */
+    d.drawn[counters->made++ % DRAW_WAITING] = drawn; /* read after the event that follows */
 }
 
 /* ---- survey ---- */
@@ -43,7 +51,8 @@ static __device__ void deliver(const struct draw &d, int id) {
 /* Sets the bits of the ids of the block's share that occur among the recent ones. */
 static __device__ void mark_repeated(const struct draw &d, unsigned *repeated) {
     const int first = share_first(d), count = share_size(d);
-    for (int i = (int)threadIdx.x; i < d.remembered; i += DRAW_THREADS) {
+    const int count_recent = remembered(d);
+    for (int i = (int)threadIdx.x; i < count_recent; i += DRAW_THREADS) {
         const int at = d.state->recent[i] - first;
         if (at >= 0 && at < count) atomicOr(&repeated[at / 32], 1u << at % 32);
     }
@@ -61,13 +70,13 @@ static __global__ void __launch_bounds__(DRAW_THREADS) survey_logits(struct draw
     extern __shared__ unsigned repeated[];
     __shared__ struct exchange exchange;
     start_dependents();
-    if (d.remembered > 0) {
+    if (d.repeat_last > 0) {
         for (int i = (int)threadIdx.x; i <= (share_size(d) - 1) / 32; i += DRAW_THREADS)
             repeated[i] = 0;
         __syncthreads(); /* the bits are cleared before some are set */
     }
     wait_for_inputs();
-    if (d.remembered > 0) mark_repeated(d, repeated);
+    if (d.repeat_last > 0) mark_repeated(d, repeated);
 
     u64 first = 0;
     unsigned smallest = 0;
@@ -77,7 +86,7 @@ static __global__ void __launch_bounds__(DRAW_THREADS) survey_logits(struct draw
             return;
         }
         const int at = id - share_first(d);
-        if (d.remembered > 0 && repeated[at / 32] >> at % 32 & 1) {
+        if (d.repeat_last > 0 && repeated[at / 32] >> at % 32 & 1) {
             logit = logit > 0 ? logit / d.penalty : logit * d.penalty;
             d.logits[id] = logit;
         }
@@ -280,7 +289,8 @@ static __device__ int draw_id(const struct draw &d, const struct span &span,
     /* random / 2^RANDOM_BITS of the sum, rounded down, in two parts that do not overflow. */
     const u64 whole = through.tempered >> RANDOM_BITS;
     const u64 rest = through.tempered & (((u64)1 << RANDOM_BITS) - 1);
-    const u64 target = whole * d.random + (rest * d.random >> RANDOM_BITS);
+    const u64 random = random_bits(d.seed, d.state->counters.number);
+    const u64 target = whole * random + (rest * random >> RANDOM_BITS);
     return id_of(find(d, span, bins, TEMPERED, target, exchange).rank);
 }
 
@@ -315,12 +325,10 @@ struct cuda_draws {
     cudaEvent_t event[DRAW_WAITING];
     uint64_t enqueued, taken;
 
-    /* The draws that follow one another without the host: from what, and how far. */
+    /* The draws that follow one another without the host: whose they are. */
     const struct sampler *sampler; /* NULL: none yet */
-    const void *state;
-    uint64_t seen;   /* sampler->draws at the last draw */
-    uint64_t number; /* of the next draw: the counter of its random number */
-    int accepted;    /* as sampler->recent_count */
+    struct sampling sampling;      /* what captured graphs have in their arguments */
+    uint64_t seen;                 /* sampler->draws at the last draw */
 };
 
 void cuda_draws_open(struct cuda_backend *b) {
@@ -353,94 +361,82 @@ void cuda_draws_close(struct cuda_backend *b) {
 
 /* ---- host: draws ---- */
 
-/* SplitMix64 as in sampler.c. */
-static unsigned random_bits(uint64_t seed, uint64_t counter) {
-    uint64_t z = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (unsigned)((z ^ z >> 31) >> (64 - RANDOM_BITS));
-}
-
 static bool has_penalty(const struct sampling *sampling) {
     return sampling->repeat_penalty != 1 && sampling->repeat_last > 0;
 }
 
 /* Whether the device's memory is not of this sampler: another one, or the same opened again. */
-static bool starts_anew(const struct cuda_draws *draws, const struct sampler *sampler,
-                        const void *state) {
-    return draws->sampler != sampler || draws->state != state || sampler->draws < draws->seen;
+static bool starts_anew(const struct cuda_draws *draws, const struct sampler *sampler) {
+    return draws->sampler != sampler || sampler->draws < draws->seen ||
+           memcmp(&draws->sampling, &sampler->sampling, sizeof draws->sampling) != 0;
 }
 
 /* Brings what the sampler has accepted. A copy from pageable memory has read it when it returns. */
-static void start(struct cuda_backend *b, const struct sampler *sampler, void *region) {
-    struct draw_state *state = (struct draw_state *)region;
-    CUDA_TRY(b, cudaMemsetAsync(state, 0, sizeof *state, b->stream));
-    const int size = sampler->sampling.repeat_last;
-    if (has_penalty(&sampler->sampling))
-        CUDA_TRY(b, cudaMemcpyAsync(state->recent, sampler->recent, (size_t)size * sizeof(int32_t),
-                                    cudaMemcpyHostToDevice, b->stream));
-    b->draws->sampler = sampler;
-    b->draws->state = region;
-    b->draws->number = sampler->draws;
-    b->draws->accepted = sampler->recent_count;
-}
-
-/* Launches the draw; the penalty's memory then counts one id more. */
-static void launch(struct cuda_backend *b, struct draw *d, const struct sampling *sampling) {
+static void start(struct cuda_backend *b, const struct sampler *sampler, struct draw_state *state) {
     struct cuda_draws *draws = b->draws;
-    d->remember_at = NO_ID;
-    if (has_penalty(sampling)) {
-        const int size = sampling->repeat_last;
-        d->remembered = draws->accepted < size ? draws->accepted : size;
-        d->remember_at = draws->accepted % size;
-        if (++draws->accepted == 2 * size) draws->accepted = size; /* as sampler_accept counts */
-    }
-    const int most = (d->vocab + DRAW_THREADS - 1) / DRAW_THREADS;
-    const int blocks = most < b->multiprocessors ? most : b->multiprocessors;
-    const size_t bits = d->remembered > 0 ? (size_t)((d->vocab + blocks - 1) / blocks) : 0;
-    const size_t shared = (bits + 31) / 32 * sizeof(unsigned);
-    const dim3 grid((unsigned)blocks);
-    cuda_launch(b, "survey_logits", survey_logits, grid, DRAW_THREADS, shared, *d);
-    if (d->temperature == 0) return;
-    cuda_launch(b, "weigh_candidates", weigh_candidates, grid, DRAW_THREADS, 0, *d);
-    cuda_launch(b, "choose_candidate", choose_candidate, grid, DRAW_THREADS, 0, *d);
+    const struct draw_counters counters = {sampler->draws, (unsigned)draws->enqueued,
+                                           sampler->recent_count};
+    cuda_graphs_close(b);
+    CUDA_TRY(b, cudaMemsetAsync(state, 0, sizeof *state, b->stream));
+    CUDA_TRY(b, cudaMemcpyAsync(&state->counters, &counters, sizeof counters,
+                                cudaMemcpyHostToDevice, b->stream));
+    if (has_penalty(&sampler->sampling))
+        CUDA_TRY(b, cudaMemcpyAsync(state->recent, sampler->recent,
+                                    (size_t)sampler->sampling.repeat_last * sizeof(int32_t),
+                                    cudaMemcpyHostToDevice, b->stream));
+    draws->sampler = sampler;
+    draws->sampling = sampler->sampling;
 }
 
-void cuda_draw(struct cuda_backend *b, float *logits, const struct sampler *sampler, void *state,
-               int32_t *token, int32_t *position) {
+void cuda_draw_begin(struct cuda_backend *b, const struct sampler *sampler, void *state) {
     if (b->error.code) return;
     struct cuda_draws *draws = b->draws;
-    const struct sampling *sampling = &sampler->sampling;
-    if (sampling->repeat_last > DRAW_RECENT) {
+    if (sampler->sampling.repeat_last > DRAW_RECENT)
         fail(&b->error, EXIT_INTERNAL, "the penalty looks back on %d ids, the device on at most %d",
-             sampling->repeat_last, DRAW_RECENT);
-        return;
-    }
-    if (draws->enqueued - draws->taken == DRAW_WAITING) {
+             sampler->sampling.repeat_last, DRAW_RECENT);
+    else if (draws->enqueued - draws->taken == DRAW_WAITING)
         fail(&b->error, EXIT_INTERNAL, "%d draws wait to be taken, and there is room for no more",
              DRAW_WAITING);
-        return;
-    }
-    if (starts_anew(draws, sampler, state)) start(b, sampler, state);
+    else if (starts_anew(draws, sampler))
+        start(b, sampler, (struct draw_state *)state);
     draws->seen = sampler->draws;
-    const int slot = (int)(draws->enqueued % DRAW_WAITING);
+}
+
+void cuda_draw(struct cuda_backend *b, const struct cuda_draw *what) {
+    const struct sampling *sampling = &what->sampler->sampling;
     struct draw d = {};
-    d.logits = logits;
-    d.vocab = sampler->vocab;
-    d.state = (struct draw_state *)state;
-    d.ranks = (u64 *)((uint32_t *)state + CUDA_DRAW_WORDS);
+    d.logits = what->logits;
+    d.vocab = what->sampler->vocab;
+    d.state = (struct draw_state *)what->state;
+    d.ranks = (u64 *)((uint32_t *)what->state + CUDA_DRAW_WORDS);
     d.temperature = sampling->temperature;
     d.top_p = sampling->top_p;
     d.min_p = sampling->min_p;
     d.penalty = sampling->repeat_penalty;
     d.top_k = sampling->top_k;
-    d.random = random_bits(sampling->seed, draws->number++);
-    d.token = token;
-    d.position = position;
-    d.drawn = draws->drawn_device + slot;
-    launch(b, &d, sampling);
-    if (b->error.code || CUDA_TRY(b, cudaEventRecord(draws->event[slot], b->stream))) return;
-    draws->enqueued++;
+    d.repeat_last = has_penalty(sampling) ? sampling->repeat_last : 0;
+    d.seed = sampling->seed;
+    d.token = what->tokens;
+    d.slot = what->slots;
+    d.position = what->positions;
+    d.last_row = what->last_row;
+    d.drawn = b->draws->drawn_device;
+    const int most = (d.vocab + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int blocks = most < b->multiprocessors ? most : b->multiprocessors;
+    const size_t bits = d.repeat_last > 0 ? (size_t)((d.vocab + blocks - 1) / blocks) : 0;
+    const size_t shared = (bits + 31) / 32 * sizeof(unsigned);
+    const dim3 grid((unsigned)blocks);
+    cuda_launch(b, "survey_logits", survey_logits, grid, DRAW_THREADS, shared, d);
+    if (d.temperature == 0) return;
+    cuda_launch(b, "weigh_candidates", weigh_candidates, grid, DRAW_THREADS, 0, d);
+    cuda_launch(b, "choose_candidate", choose_candidate, grid, DRAW_THREADS, 0, d);
+}
+
+void cuda_draw_end(struct cuda_backend *b) {
+    struct cuda_draws *draws = b->draws;
+    if (b->error.code) return;
+    CUDA_TRY(b, cudaEventRecord(draws->event[draws->enqueued % DRAW_WAITING], b->stream));
+    if (!b->error.code) draws->enqueued++;
 }
 
 int cuda_take(struct cuda_backend *b, int32_t *id, struct error *error) {

@@ -24,8 +24,16 @@ enum {
 
 /* ---- what the kernels share ---- */
 
-/* REGION_DRAWS. All but recent is zero between draws. */
+/* What advances from draw to draw. */
+struct draw_counters {
+    u64 number;    /* of the next draw: the counter of its random number */
+    unsigned made; /* draws since cuda_draws_open: the next one's place in drawn */
+    int accepted;  /* ids in recent, as sampler->recent_count counts them */
+};
+
+/* REGION_DRAWS. All but counters and recent is zero between draws. */
 struct draw_state {
+    struct draw_counters counters;
     u64 first;         /* the highest rank */
     unsigned smallest; /* ~order of the smallest logit above -inf */
     unsigned invalid;  /* ~id of the first logit that is NaN or +inf; 0: none */
@@ -54,11 +62,25 @@ struct draw {
     u64 *ranks; /* [vocab], behind the state: candidates, bin by bin */
     float temperature, top_p, min_p, penalty;
     int top_k;
-    unsigned random;             /* RANDOM_BITS */
-    int remembered, remember_at; /* ids in recent; where this one goes, or NO_ID */
-    int32_t *token, *position;   /* of the next step */
-    struct drawn *drawn;
+    int repeat_last; /* 0: no penalty */
+    u64 seed;
+    int32_t *token, *slot, *position; /* [T]; row 0 is the next step's */
+    int last_row;                     /* whose logits these are */
+    struct drawn *drawn;              /* [DRAW_WAITING] */
 };
+
+/* SplitMix64 as in sampler.c. */
+static __device__ unsigned random_bits(u64 seed, u64 counter) {
+    u64 z = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (unsigned)((z ^ z >> 31) >> (64 - RANDOM_BITS));
+}
+
+/* Ids that the penalty looks at. */
+static __device__ int remembered(const struct draw &d) {
+    return min(d.state->counters.accepted, d.repeat_last);
+}
 
 /* Sums over candidates. */
 struct tally {

@@ -1,14 +1,14 @@
-/* Tiles of a product (struct product, cuda.h): what the kernels for many rows share. A block owns
- * the outputs of TILE_T rows of `in` and TILE_N rows of W; both come in steps of 128 bytes along K.
- * */
+/* Tiles of a product (struct product, cuda.h): what the kernels for many rows share. A block
+ * owns the outputs of TILE_T rows of `in` and TILE_N rows of W; both come in steps of 128 bytes
+ * along K. */
 #ifndef KERNELS_CUDA_TILE_CUH
 #define KERNELS_CUDA_TILE_CUH
 
 #include "kernels/cuda.cuh"
 #include "kernels/cuda.h"
 
-/* A row of a step in shared memory: 8 chunks of 16 bytes. Chunk c of row r lies at c ^ (r mod 8),
- * so that 8 rows' chunks c, and also the 8 chunks of a row, use every bank once. */
+/* A row of a step in shared memory: 8 chunks of 16 bytes. Chunk c of row r lies at c ^ (r mod
+ * 8), so that 8 rows' chunks c, and also the 8 chunks of a row, use every bank once. */
 constexpr int STEP_BYTES = 128;
 constexpr int STEP_CHUNKS = 8;
 
@@ -34,9 +34,10 @@ struct tile {
     int t, column;
 };
 
-/* Blocks that run together share operands in L2: up to TILE_GROUP tiles of rows meet one tile of W
- * before the next one, so W comes from memory once in TILE_GROUP tiles of rows. 132 tiles of 128 x
- * 192 that run together then read 16 tiles of rows and 8 of W: about as many bytes of each. */
+/* Blocks that run together share operands in L2: up to TILE_GROUP tiles of rows meet one tile of
+ * W before the next one, so W comes from memory once in TILE_GROUP tiles of rows. 132 tiles of
+ * 128 x 192 that run together then read 16 tiles of rows and 8 of W: about as many bytes of
+ * each. */
 constexpr int TILE_GROUP = 16;
 
 __device__ __forceinline__ struct tile tile_of_block(const struct product &p, int tile_t,
@@ -87,9 +88,9 @@ __device__ __forceinline__ struct tile_source<M> weight_source(const struct prod
             rows_below(output_columns(p), n, apart), k};
 }
 
-/* Copies the step that starts at element `start` of K. What lies past the operand's rows or past K
- * is not read and becomes zero. to: chunk_offset(threadIdx.x / 8, threadIdx.x % 8) of the operand's
- * tile. */
+/* Copies the step that starts at element `start` of K. What lies past the operand's rows or past
+ * K is not read and becomes zero. to: chunk_offset(threadIdx.x / 8, threadIdx.x % 8) of the
+ * operand's tile. */
 template <int ROWS, int APART, class M>
 __device__ __forceinline__ void copy_step(uint32_t to, const struct tile_source<M> &source,
                                           int start, int K) {
@@ -103,8 +104,8 @@ __device__ __forceinline__ void copy_step(uint32_t to, const struct tile_source<
 
 /* ---- the epilogue ---- */
 
-/* Sums of a tile in shared memory are f32 [TILE_T, sums_stride]: 8 more than a multiple of 32, so
- * that lanes that hold 8 columns of each of 4 rows write to 32 banks. */
+/* Sums of a tile in shared memory are f32 [TILE_T, sums_stride]: 8 more than a multiple of 32,
+ * so that lanes that hold 8 columns of each of 4 rows write to 32 banks. */
 __host__ __device__ constexpr int sums_stride(int tile_n) {
     return tile_n + 8;
 }

@@ -49,9 +49,11 @@ struct ops {
      * report it. */
     /* The rows of the next step: consecutive positions of one slot, from `position` on. */
     void (*set_rows)(struct engine *e, const int32_t *tokens, int count, int slot, int position);
-    /* Runs forward, which calls the operators below; or repeats what it did for such rows before. */
+    /* Runs forward, which calls the operators below, or repeats what it did for such rows before. With a
+     * sampler, then draws an id from the last classified row: row 0 becomes that id at the next
+     * position, so that a step of one row can follow at once. */
     void (*step)(struct engine *e, struct rows rows,
-                 void (*forward)(struct engine *e, struct rows rows));
+                 void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler);
     /* x[T,C] = embedding of the tokens; prepares what depends on the positions alone. */
     void (*embed)(struct engine *e, struct rows rows);
     /* q, and K and V appended to the cache: RMSNorm, projection, RoPE. */
@@ -67,9 +69,6 @@ struct ops {
     void (*classify)(struct engine *e, struct rows rows);
 
     /* ---- results ---- */
-    /* Asks for an id drawn from the last classified row. Row 0 becomes that id at the next position, so
-     * that a step of one row can follow at once. */
-    void (*draw)(struct engine *e, struct rows rows, struct sampler *sampler);
     /* Waits for the oldest draw that was not taken. EXIT_INTERNAL for logits that are not numbers,
      * EXIT_DEVICE. */
     int (*take)(struct engine *e, int32_t *id, struct error *error);

@@ -100,20 +100,22 @@ static int keep_likely(struct candidate *kept, const float *logits, int vocab, f
     return count;
 }
 
-/* Sorted logits to probabilities at a temperature; returns their sum. */
-static float weigh(struct candidate *kept, int count, float temperature, float *weights) {
-    float sum = 0;
+/* Sorted logits to probabilities at a temperature; returns their sum: in double, since the rounding of
+ * a long f32 sum would move the draw among a large vocabulary. */
+static double weigh(const struct candidate *kept, int count, float temperature, float *weights) {
+    double sum = 0;
     for (int i = 0; i < count; i++)
-        sum += weights[i] = expf((kept[i].value - kept[0].value) / temperature);
+        sum += (double)(weights[i] = expf((kept[i].value - kept[0].value) / temperature));
     return sum;
 }
 
 /* The length of the prefix that top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082) leave. */
-static int nucleus(const float *weights, int count, float sum, float top_p, float min_p) {
-    float reached = 0;
+static int nucleus(const float *weights, int count, double sum, float top_p, float min_p) {
+    double reached = 0;
+    const double enough = top_p < 1 ? (double)top_p * sum : INFINITY;
     int n = 0;
-    while (n < count && (n == 0 || (reached < top_p * sum && weights[n] >= min_p * weights[0])))
-        reached += weights[n++];
+    while (n < count && (n == 0 || (reached < enough && weights[n] >= min_p * weights[0])))
+        reached += (double)weights[n++];
     return n;
 }
 
@@ -141,12 +143,12 @@ int sampler_draw(struct sampler *s, float *logits, int32_t *id, struct error *er
                     : keep_likely(kept, logits, s->vocab, logits[largest], o->temperature);
     qsort(kept, (size_t)count, sizeof *kept, before);
     float *weights = logits; /* no longer needed as logits */
-    float sum = weigh(kept, count, 1, weights);
+    double sum = weigh(kept, count, 1, weights);
     count = nucleus(weights, count, sum, o->top_p, o->min_p);
     sum = weigh(kept, count, o->temperature, weights);
-    float drawn = random_unit(o->seed, s->draws++) * sum;
+    double drawn = (double)random_unit(o->seed, s->draws++) * sum;
     int n = 0;
-    while (n < count - 1 && drawn >= weights[n]) drawn -= weights[n++];
+    while (n < count - 1 && drawn >= weights[n]) drawn -= (double)weights[n++];
     *id = kept[n].id;
     return 0;
 }

@@ -224,11 +224,11 @@ static void forward(struct engine *e, struct rows rows) {
 static double seconds_of_step(struct engine *e, struct rows rows, int repeats,
                               void (*work)(struct engine *, struct rows)) {
     double taken[ROUNDS];
-    e->ops->step(e, rows, work); /* captured, and warm */
+    e->ops->step(e, rows, work, NULL); /* captured, and warm */
     for (int round = 0; round < ROUNDS; round++) {
         finish(e);
         const double start = seconds();
-        for (int i = 0; i < repeats; i++) e->ops->step(e, rows, work);
+        for (int i = 0; i < repeats; i++) e->ops->step(e, rows, work, NULL);
         finish(e);
         taken[round] = (seconds() - start) / repeats;
     }
@@ -246,38 +246,40 @@ static double burst(struct bench *b, int context, struct sampler *sampler) {
     e->ops->set_rows(e, b->tokens, 1, 0, context);
     finish(e);
     const double start = seconds();
-    e->ops->step(e, one, forward);
-    e->ops->draw(e, one, sampler);
+    e->ops->step(e, one, forward, sampler);
     for (int i = 0; i < BURST; i++) {
-        if (i + 1 < BURST) {
-            e->ops->step(e, one, forward);
-            e->ops->draw(e, one, sampler);
-        }
+        if (i + 1 < BURST) e->ops->step(e, one, forward, sampler);
         must(e->ops->take(e, &id, &error), &error);
     }
     return (seconds() - start) / BURST;
 }
 
 static void bench_decode(struct bench *b) {
-    static const int contexts[] = {16, 1000, 4096, 32768};
-    struct sampler sampler;
-    struct error error;
-    must(sampler_open(&sampler, sampling, b->config.vocab_used, &error), &error);
-    for (int i = 0; i < (int)(sizeof contexts / sizeof *contexts); i++) {
+    static const struct {
+        int context;
+        const struct sampling *how;
+        const char *note;
+    } cases[] = {{16, &greedy, ""},
+                 {16, &sampling, "top-k 40"},
+                 {1000, &greedy, ""},
+                 {4096, &greedy, ""},
+                 {32768, &greedy, ""}};
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         double taken[ROUNDS];
-        struct result r = {.model = b->model,
-                           .tokens = 1,
-                           .roof = b->roof,
-                           .bytes_bind = true,
-                           .note = "and draw"};
-        burst(b, contexts[i], &sampler);
-        for (int round = 0; round < ROUNDS; round++) taken[round] = burst(b, contexts[i], &sampler);
-        snprintf(r.test, sizeof r.test, "decode after %d", contexts[i]);
+        struct sampler sampler;
+        struct error error;
+        struct result r = {.model = b->model, .tokens = 1, .roof = b->roof, .bytes_bind = true};
+        must(sampler_open(&sampler, *cases[i].how, b->config.vocab_used, &error), &error);
+        burst(b, cases[i].context, &sampler);
+        for (int round = 0; round < ROUNDS; round++)
+            taken[round] = burst(b, cases[i].context, &sampler);
+        snprintf(r.test, sizeof r.test, "decode after %d", cases[i].context);
+        snprintf(r.note, sizeof r.note, "%s", cases[i].note);
         r.seconds = median(taken);
-        step_work(&b->config, 1, 1, contexts[i] + BURST / 2, &r);
+        step_work(&b->config, 1, 1, cases[i].context + BURST / 2, &r);
         keep(r);
+        sampler_close(&sampler);
     }
-    sampler_close(&sampler);
 }
 
 /* ---- steps of several rows ---- */
@@ -332,6 +334,12 @@ static void time_launches(struct engine *e, struct rows rows) {
     }
 }
 
+/* A step that only draws. */
+static void no_operators(struct engine *e, struct rows rows) {
+    (void)e;
+    (void)rows;
+}
+
 static void bench_draw(struct bench *b, const struct sampling *how, const char *name) {
     struct engine *e = &b->engine;
     const struct rows one = {1, 1};
@@ -343,12 +351,12 @@ static void bench_draw(struct bench *b, const struct sampling *how, const char *
     must(sampler_open(&sampler, *how, b->config.vocab_used, &error), &error);
     for (int round = -1; round < ROUNDS; round++) { /* the first one warms up */
         e->ops->set_rows(e, b->tokens, 1, 0, 0);
-        e->ops->step(e, one, forward);
+        e->ops->step(e, one, forward, NULL);
         finish(e);
         const double start = seconds();
-        e->ops->draw(e, one, &sampler);
+        e->ops->step(e, one, no_operators, &sampler);
         for (int i = 1; i < LAUNCHES; i++) {
-            e->ops->draw(e, one, &sampler);
+            e->ops->step(e, one, no_operators, &sampler);
             must(e->ops->take(e, &id, &error), &error);
         }
         must(e->ops->take(e, &id, &error), &error);
@@ -372,7 +380,7 @@ static void bench_operators(struct bench *b) {
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         const int T = rows[i];
         e->ops->set_rows(e, b->tokens, T, 0, AFTER);
-        e->ops->step(e, (struct rows){T, 1}, forward); /* valid inputs for every operator */
+        e->ops->step(e, (struct rows){T, 1}, forward, NULL); /* valid inputs for every operator */
         for (int o = EMBED; o < OPERATORS; o++) {
             struct result r = {
                 .model = b->model, .roof = b->roof, .bytes_bind = T <= CUDA_GRAPH_ROWS};

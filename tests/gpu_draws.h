@@ -34,6 +34,12 @@ static inline struct config drawing_config(int vocab) {
     return c;
 }
 
+/* A step that only draws, from logits that were written. */
+static inline void no_operators(struct engine *e, struct rows rows) {
+    (void)e;
+    (void)rows;
+}
+
 /* Some draws in a row with these settings, each on logits of its own: the ids of the CPU's sampler. The
  * drawn row is the last classified one; its id and next position become row 0's. */
 static inline void check_draws(int vocab, struct sampling sampling, int draws, float scale) {
@@ -55,7 +61,7 @@ static inline void check_draws(int vocab, struct sampling sampling, int draws, f
         g.device.ops->set_rows(&g.device, tokens, 3, 1, 10 + i);
         random_logits(&g.host.state, logits, used, i, scale);
         write_logits(&g, 1, logits);
-        g.device.ops->draw(&g.device, rows, &asked);
+        g.device.ops->step(&g.device, rows, no_operators, &asked);
         const int code = g.device.ops->take(&g.device, &id, &error);
         gpu_must(sampler_draw(&twin, logits, &right, &error), &error);
         sampler_accept(&asked, id);
@@ -93,7 +99,7 @@ static inline void check_refusal(int vocab, float bad, int at) {
         if (i == at || at < 0) logits[i] = bad;
     g.device.ops->set_rows(&g.device, &(int32_t){1}, 1, 0, 0);
     write_logits(&g, 0, logits);
-    g.device.ops->draw(&g.device, (struct rows){1, 1}, &sampler);
+    g.device.ops->step(&g.device, (struct rows){1, 1}, no_operators, &sampler);
     const int code = g.device.ops->take(&g.device, &id, &error);
     const int expected = sampler_draw(&sampler, logits, &id, &right);
     check(code == expected && !strcmp(error.text, right.text),
@@ -117,13 +123,9 @@ static inline void draw_ahead(struct gpu *g, const int32_t *prompt, struct sampl
     for (int i = 0; i < PROMPT; i++) sampler_accept(&sampler, prompt[i]);
     gpu_put_all(g);
     e->ops->set_rows(e, prompt, PROMPT, 0, 0);
-    e->ops->step(e, (struct rows){PROMPT, 1}, forward);
-    e->ops->draw(e, (struct rows){PROMPT, 1}, &sampler);
+    e->ops->step(e, (struct rows){PROMPT, 1}, forward, &sampler);
     for (int i = 0; i < ANSWER; i++) {
-        if (i + 1 < ANSWER) {
-            e->ops->step(e, (struct rows){1, 1}, forward);
-            e->ops->draw(e, (struct rows){1, 1}, &sampler);
-        }
+        if (i + 1 < ANSWER) e->ops->step(e, (struct rows){1, 1}, forward, &sampler);
         gpu_must(e->ops->take(e, &ids[i], &error), &error);
         sampler_accept(&sampler, ids[i]);
     }
@@ -140,14 +142,14 @@ static inline void draw_on_the_host(struct gpu *g, const int32_t *prompt, struct
     for (int i = 0; i < PROMPT; i++) sampler_accept(&sampler, prompt[i]);
     gpu_put_all(g);
     e->ops->set_rows(e, prompt, PROMPT, 0, 0);
-    e->ops->step(e, (struct rows){PROMPT, 1}, forward);
+    e->ops->step(e, (struct rows){PROMPT, 1}, forward, NULL);
     for (int i = 0; i < ANSWER; i++) {
         gpu_must(e->ops->read_logits(e, 0, logits, &error), &error);
         gpu_must(sampler_draw(&sampler, logits, &ids[i], &error), &error);
         sampler_accept(&sampler, ids[i]);
         if (i + 1 == ANSWER) break;
         e->ops->set_rows(e, &ids[i], 1, 0, PROMPT + i);
-        e->ops->step(e, (struct rows){1, 1}, forward);
+        e->ops->step(e, (struct rows){1, 1}, forward, NULL);
     }
     free(logits);
     sampler_close(&sampler);

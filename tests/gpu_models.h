@@ -94,7 +94,7 @@ static inline float *logits_of(struct engine *e, const int32_t *tokens, int n, i
         const struct rows rows = {count, count};
         e->ops->set_rows(e, tokens + done, count, 0, done);
         if (replayed)
-            e->ops->step(e, rows, forward);
+            e->ops->step(e, rows, forward, NULL);
         else
             forward(e, rows);
         for (int t = 0; t < count; t++)
@@ -158,7 +158,7 @@ static inline bool run_again(struct step *s, const int32_t *tokens, int position
     gpu_put_all(s->g);
     e->ops->set_rows(e, tokens, s->rows.count, 0, position);
     if (way == AS_STEP)
-        e->ops->step(e, s->rows, forward);
+        e->ops->step(e, s->rows, forward, NULL);
     else
         forward(e, s->rows);
     return gpu_read(s->g, s->name, "forward");
