@@ -82,8 +82,8 @@ $(B)/%.o: %.cu $(B)/flags
 	@$(NVCC) $(CUDA_FLAGS) $(if $(filter $<,$(HOPPER_SOURCE)),$(HOPPER_ARCHS),$(CUDA_GENCODE)) -c $< -o $@
 
 $(B)/cli/options.o: DEFINES := -DVERSION='"$(VERSION)"'
-$(B)/cli/bench.o: DEFINES = -DCOMMIT='"$(shell cat $(B)/commit)"'
-$(B)/cli/bench.o: $(B)/commit
+$(B)/cli/bench.o $(B)/tests/bench_gpu.o: DEFINES = -DCOMMIT='"$(shell cat $(B)/commit)"'
+$(B)/cli/bench.o $(B)/tests/bench_gpu.o: $(B)/commit
 
 BUILD := $(CC) $(CXX) -pthread $(FLAGS) $(VERSION) $(NVCC) $(CUDA_FLAGS) $(CUDA_GENCODE)
 # Files that change when what they record changes: other flags or another commit rebuild.
@@ -175,20 +175,22 @@ bench: deps
 	./run $(MODEL) --bench
 	./run weights/SmolLM2-135M-Instruct-f32.bin --bench
 
+# The libraries on the same work follow where a PyTorch is installed.
 bench-gpu: deps
 	@$(MAKE) --no-print-directory $(B)/tests/bench_gpu
 	$(B)/tests/bench_gpu $(CASES)
+	@python3 -c 'import torch' 2>/dev/null && python3 tests/bench_peers.py || echo 'no PyTorch: nothing to compare with'
 
 # ---- reading ----
 C_FILES  := $(SOURCES) run.c $(wildcard tests/*.c)
 FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h kernels/*.cu kernels/*.cuh tokenizer/*.h cli/*.h tests/*.h)
-CHECKS   := -std=c11 -I. -DVERSION='""' -DCOMMIT='""' -march=$(ARCH)
+CHECKS   := -std=c11 -I. -DWITH_CUDA -DVERSION='""' -DCOMMIT='""' -march=$(ARCH)
 
 lint: deps
 	$(call install,$(LINT_PACKAGES))
 	clang-format --dry-run --Werror $(FORMATTED)
 	cppcheck --quiet --enable=warning,performance,portability --inline-suppr --error-exitcode=1 --std=c11 -I. \
-	    -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem --suppress=invalidPointerCast $(SOURCES) run.c
+	    -DWITH_CUDA -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem --suppress=invalidPointerCast $(SOURCES) run.c
 	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS)
 	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run
 	.venv/bin/ruff check export tests

@@ -51,6 +51,9 @@ enum {
      * 8 kv heads x 16 parts fill 132 multiprocessors once. */
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
+    /* Positions up to which the cache counts as short: attention then takes little memory of a
+     * multiprocessor rather than keep many bytes under way, and one block does a kv head. */
+    CUDA_SHORT = 256,
     /* The largest head size: attention keeps its sums of a head in registers. */
     CUDA_LARGEST_HEAD = 256,
     /* u32 that kernels count in: zero between kernels. */

@@ -55,6 +55,8 @@ static void cuda_set_rows(struct engine *e, const int32_t *tokens, int count, in
                           int position) {
     struct cuda_backend *b = backend_of(e);
     const size_t bytes = (size_t)count * sizeof *tokens;
+    b->position = position;
+    b->rows_set = true;
     for (int t = 0; t < count; t++) {
         b->slots[t] = slot;
         b->positions[t] = position + t;
@@ -99,6 +101,7 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.G = c->kv_heads;
     a.D = c->head_dim;
     a.S = e->plan.limits.context;
+    a.is_short = cuda_is_short(b, rows.count);
     a.scale = c->attention_scale;
     if (c->weight_dtype == F32)
         cuda_attention_f32(b, &a);

@@ -19,12 +19,14 @@ struct cuda_backend {
     int multiprocessors;
     int capability;             /* 90 for 9.0 */
     int shared_bytes;           /* of shared memory that one block may take */
+    int position;               /* of row 0, as the host knows it */
+    bool rows_set;              /* by the host since the last draw */
     int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     bool graphs;        /* steps of few rows are captured once and replayed */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
-    cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1]
-                         [2]; /* by rows, classified rows, and whether an id is drawn */
+    /* by rows, classified rows, whether an id is drawn, whether the cache is short */
+    cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1][2][2];
     void (*captured)(struct engine *, struct rows); /* the forward pass that the graphs repeat */
     void *roof_memory;                              /* what the roof reads */
     size_t roof_bytes;
@@ -33,6 +35,12 @@ struct cuda_backend {
 
 static inline struct cuda_backend *backend_of(const struct engine *e) {
     return (struct cuda_backend *)e->backend;
+}
+
+/* Whether the cache is short when the next step of so many rows has been made. Attention has a form for
+ * either, and steps have a graph. */
+static inline bool cuda_is_short(const struct cuda_backend *b, int rows) {
+    return b->position + rows <= CUDA_SHORT;
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
@@ -147,6 +155,7 @@ struct cuda_attention {
     float *parts;                     /* f32, REGION_PARTS (plan.h) */
     unsigned *counters;               /* REGION_COUNTERS, zero before and after */
     int T, H, G, D, S;
+    bool is_short; /* as far as the host knows: speed alone depends on it */
     float scale;
 };
 
@@ -176,9 +185,10 @@ struct cuda_draw {
     int32_t *tokens, *slots, *positions; /* [T] */
     int last_row;
 };
-/* Before the kernels of a draw: room for its result, and for a sampler that has not drawn yet what it
- * has accepted so far; later draws remember what they drew. Forgets captured graphs then. */
-void cuda_draw_begin(struct cuda_backend *b, const struct sampler *sampler, void *state);
+/* Before the kernels of a draw: room for its result. Where the host has set the rows since the last draw,
+ * what the sampler has accepted and how often it has drawn go to the device; after that the device
+ * remembers what it drew. Other settings than before: captured graphs are forgotten. */
+void cuda_draw_begin(struct cuda_backend *b, struct sampler *sampler, void *state);
 /* Launches the kernels; may be captured, since what changes from draw to draw is in the state. */
 void cuda_draw(struct cuda_backend *b, const struct cuda_draw *draw);
 /* After them: cuda_take can wait for the result. */

@@ -324,10 +324,17 @@ __global__ void __launch_bounds__(THREADS, F::VECTORS > 7 ? 1 : 2)
 /* ---- launching ---- */
 
 /* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a multiprocessor
- * together (227 KB), so that one fills its ring while the other drains. The kernel after attention has
+ * together (227 KB), so that one fills its ring while the other drains; qkv, attention over a short cache
+ * (34 KB) and the product after it all three. The kernel after attention has
  * to take more than half: attention leaves multiprocessors empty, and two of its blocks in one of them
  * would hold up the whole chain (66.8 instead of 92.7 % of the roof on the 8B shape). */
-enum { RING_QKV = 96 << 10, RING_OUT = 112 << 10, LEAST_OUT = 116 << 10, RING_GATE_UP = 96 << 10 };
+enum {
+    RING_QKV = 96 << 10,
+    RING_QKV_SHORT = 64 << 10,
+    RING_OUT = 112 << 10,
+    LEAST_OUT = 116 << 10,
+    RING_GATE_UP = 96 << 10
+};
 enum { RING_DOWN = 88 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
 
 template <mode M, class F>
@@ -394,7 +401,7 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     if (table != NO_ID)
         p.rope = (const float *)engine_region(e, REGION_ROPE) +
                  (size_t)table * (size_t)e->plan.limits.chunk * 2 * (size_t)p.half;
-    launch<QKV>(backend_of(e), p, RING_QKV);
+    launch<QKV>(backend_of(e), p, cuda_is_short(backend_of(e), 1) ? RING_QKV_SHORT : RING_QKV);
 }
 
 void cuda_decode_project(struct engine *e, int layer, enum projection which) {

@@ -44,20 +44,22 @@ void cuda_step(struct engine *e, struct rows rows,
         forward(e, rows);
         if (sampler) draw(e, rows, sampler);
     } else {
-        cudaGraphExec_t *graph = &b->graph[rows.count][rows.classified][sampler != NULL];
+        cudaGraphExec_t *graph =
+            &b->graph[rows.count][rows.classified][sampler != NULL][cuda_is_short(b, rows.count)];
         if (!*graph && !capture(e, rows, forward, sampler, graph)) return;
         b->captured = forward;
         CUDA_TRY(b, cudaGraphLaunch(*graph, b->stream));
     }
-    if (sampler) cuda_draw_end(b);
+    if (!sampler) return;
+    cuda_draw_end(b);
+    b->position += rows.count;
 }
 
 void cuda_graphs_close(struct cuda_backend *b) {
-    for (auto &of_rows : b->graph)
-        for (auto &of_classified : of_rows)
-            for (cudaGraphExec_t &graph : of_classified) {
-                if (graph) cudaGraphExecDestroy(graph);
-                graph = NULL;
-            }
+    cudaGraphExec_t *graphs = &b->graph[0][0][0][0];
+    for (size_t i = 0; i < sizeof b->graph / sizeof *graphs; i++) {
+        if (graphs[i]) cudaGraphExecDestroy(graphs[i]);
+        graphs[i] = NULL;
+    }
     b->captured = NULL;
 }

@@ -3,9 +3,10 @@
  * The vocabulary is never sorted. Candidates are counted and weighed in bins of falling logits.
  * Then top-k, top-p and the draw itself each ask for one candidate: that at which a sum over the
  * candidates in order (of ones, of weights, of weights at the temperature) passes a target. The
- * sums of the bins tell its bin, and halving the bin's ranks tells which it is. Weights are whole
- * numbers, so sums do not depend on the order of atomics: the same seed gives the same ids. They
- * differ from those of sampler_draw where its rounding moves a boundary past the target.
+ * sums of the bins tell its bin, and a sorted window of at most a candidate a thread tells which it
+ * is; where few candidates matter one window serves all three. Weights are whole numbers, so sums
+ * do not depend on the order of atomics: the same seed gives the same ids. They differ from those
+ * of sampler_draw where its rounding moves a boundary past the target.
  *
  * Three kernels a draw: survey_logits (all that temperature 0 needs), weigh_candidates,
  * choose_candidate. */
@@ -13,7 +14,6 @@
 
 #include "kernels/cuda_backend.h"
 
-#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,29 +21,29 @@
 /* ---- the end of a draw ---- */
 
 /* One thread: token and position of the next step, the penalty's memory, what the host waits for,
- * and the state as the next draw needs it. */
-static __device__ void deliver(const struct draw &d, int id) {
-    struct draw_state *state = d.state;
-    const unsigned invalid = __ldcg(&state->invalid); /* other blocks wrote it: past L1 */
+ * and the state as the next draw needs it. first: the highest rank of all. */
+static __device__ void deliver(const struct draw &d, const struct turn &turn, u64 first, int id) {
     struct drawn drawn = {DRAWN, id, 0};
-    if (invalid)
-        drawn = {NOT_A_NUMBER, (int32_t)~invalid, d.logits[~invalid]};
-    else if (logit_of(__ldcg(&state->first)) == -INFINITY)
+    if (order_in(first) == NO_ORDER)
+        drawn = {NOT_A_NUMBER, id_of(first), d.logits[id_of(first)]};
+    else if (logit_of(first) == -INFINITY)
         drawn = {NOTHING_FINITE, NO_ID, 0};
     const bool good = drawn.outcome == DRAWN;
-    struct draw_counters *counters = &state->counters;
+    struct draw_counters counters = turn.counters;
+    d.drawn[counters.made++ % DRAW_WAITING] = drawn; /* read after the event that follows */
     if (good) d.token[0] = id;
-    d.slot[0] = d.slot[d.last_row];
-    d.position[0] = d.position[d.last_row] + 1;
-    if (d.repeat_last > 0) {
-        state->recent[counters->accepted % d.repeat_last] = good ? id : NO_ID;
+    d.slot[0] = turn.slot;
+    d.position[0] = turn.position + 1;
+    if (d.sampling.repeat_last > 0) {
+        d.state->recent[counters.accepted % d.sampling.repeat_last] = good ? id : NO_ID;
         /* as sampler_accept counts: it never overflows, and stays >= repeat_last once full */
-        if (++counters->accepted == 2 * d.repeat_last) counters->accepted = d.repeat_last;
+        if (++counters.accepted == 2 * d.sampling.repeat_last)
+            counters.accepted = d.sampling.repeat_last;
     }
-    counters->number++;
-    state->first = 0;
-    state->smallest = state->invalid = 0;
-    d.drawn[counters->made++ % DRAW_WAITING] = drawn; /* read after the event that follows */
+    counters.number++;
+    d.state->counters = counters;
+    d.state->first = 0;
+    d.state->smallest = 0;
 }
 
 /* ---- survey ---- */
@@ -51,8 +51,8 @@ static __device__ void deliver(const struct draw &d, int id) {
 /* Sets the bits of the ids of the block's share that occur among the recent ones. */
 static __device__ void mark_repeated(const struct draw &d, unsigned *repeated) {
     const int first = share_first(d), count = share_size(d);
-    const int count_recent = remembered(d);
-    for (int i = (int)threadIdx.x; i < count_recent; i += DRAW_THREADS) {
+    const int remembered = min(d.state->counters.accepted, d.sampling.repeat_last);
+    for (int i = (int)threadIdx.x; i < remembered; i += DRAW_THREADS) {
         const int at = d.state->recent[i] - first;
         if (at >= 0 && at < count) atomicOr(&repeated[at / 32], 1u << at % 32);
     }
@@ -65,256 +65,343 @@ static __device__ void mark_repeated(const struct draw &d, unsigned *repeated) {
  * largest of what they find, whatever their order.
  * Shared memory: with a penalty one bit for each id of the share, so that an id that occurs several
  * times counts once and no other kernel is needed. Reads 4 V bytes; bound by latencies: the launch,
- * a load and, at temperature 0, three trips of the last block to L2. */
+ * a load and, at temperature 0, one word of each block on its way to the first one. */
 static __global__ void __launch_bounds__(DRAW_THREADS) survey_logits(struct draw d) {
     extern __shared__ unsigned repeated[];
     __shared__ struct exchange exchange;
     start_dependents();
-    if (d.repeat_last > 0) {
+    if (d.sampling.repeat_last > 0) {
         for (int i = (int)threadIdx.x; i <= (share_size(d) - 1) / 32; i += DRAW_THREADS)
             repeated[i] = 0;
         __syncthreads(); /* the bits are cleared before some are set */
     }
     wait_for_inputs();
-    if (d.repeat_last > 0) mark_repeated(d, repeated);
+    const struct batch batch = first_batch(d);
+    const struct turn turn = turn_of(d);
+    if (d.sampling.repeat_last > 0) mark_repeated(d, repeated);
 
-    u64 first = 0;
+    u64 first = 1; /* a block without ids, too, has a word to tell */
     unsigned smallest = 0;
-    for_share(d, [&](int id, float logit) {
-        if (!(logit < INFINITY)) {
-            atomicMax(&d.state->invalid, ~(unsigned)id);
-            return;
+    for_share(d, batch, [&](int id, float logit) {
+        unsigned order = NO_ORDER;
+        if (logit < INFINITY) {
+            const int at = id - share_first(d);
+            if (d.sampling.repeat_last > 0 && repeated[at / 32] >> at % 32 & 1) {
+                logit = logit > 0 ? logit / d.sampling.repeat_penalty
+                                  : logit * d.sampling.repeat_penalty;
+                d.logits[id] = logit;
+            }
+            order = order_of(logit);
+            if (logit > -INFINITY) smallest = max(smallest, ~order);
         }
-        const int at = id - share_first(d);
-        if (d.repeat_last > 0 && repeated[at / 32] >> at % 32 & 1) {
-            logit = logit > 0 ? logit / d.penalty : logit * d.penalty;
-            d.logits[id] = logit;
-        }
-        first = max(first, rank_of(logit, id));
-        if (logit > -INFINITY) smallest = max(smallest, ~order_of(logit));
+        first = max(first, rank_of(order, id));
     });
     first = block_largest(first, exchange);
-    smallest = (unsigned)block_largest(smallest, exchange);
-    if (threadIdx.x == 0) {
-        atomicMax(&d.state->first, first);
-        atomicMax(&d.state->smallest, smallest);
+    if (d.sampling.temperature > 0) {
+        smallest = (unsigned)block_largest(smallest, exchange);
+        if (threadIdx.x == 0) {
+            atomicMax(&d.state->first, first);
+            atomicMax(&d.state->smallest, smallest);
+        }
+    } else if (blockIdx.x > 0) {
+        if (threadIdx.x == 0) tell_first_block(d, first);
+    } else {
+        first = block_largest(max(first, hear_other_blocks(d)), exchange);
+        if (threadIdx.x == 0) deliver(d, turn, first, id_of(first));
     }
-    if (d.temperature > 0 || !is_last_block(&d.state->finished)) return;
-    if (threadIdx.x == 0) deliver(d, id_of(__ldcg(&d.state->first)));
 }
 
-/* ---- candidates ---- */
+/* ---- weights ---- */
 
-/* How logits are laid out in bins. A candidate is a logit at most `reach` below the largest: 25,
- * times the temperature where that is above 1. All others together weigh less than V e^-25 of the
- * largest; sampler.c cuts likewise, unless top-k does. */
-struct span {
-    bool drawable;        /* every logit is a number, and the largest is finite */
-    float largest, reach; /* reach NaN: no candidates */
-    float bins;           /* in a distance of 1 */
+/* A sum in shared memory, where 64-bit atomics would be loops. */
+struct halves {
+    unsigned low, high;
 };
 
-static __device__ struct span span_of(const struct draw &d) {
-    struct span span;
-    span.largest = logit_of(d.state->first);
-    span.drawable = d.state->invalid == 0 && fabsf(span.largest) < INFINITY;
-    /* No further than the smallest: flat distributions, too, spread over all bins. */
-    span.reach = fminf(fminf(25 * fmaxf(d.temperature, 1), FLT_MAX),
-                       span.largest - value_of(~d.state->smallest));
-    if (!span.drawable) span.reach = NAN;
-    span.bins = span.reach > 0 ? DRAW_BINS / span.reach : 0;
-    return span;
+static __device__ void add(struct halves &sum, u64 x) {
+    const unsigned low = (unsigned)x, before = atomicAdd(&sum.low, low);
+    const unsigned high = (unsigned)(x >> 32) + (before + low < before);
+    if (high > 0) atomicAdd(&sum.high, high);
 }
-
-/* From the largest logit's down; a larger distance never gives a lower bin. */
-static __device__ int bin_of(const struct span &span, float distance) {
-    return min((int)(distance * span.bins), DRAW_BINS - 1);
-}
-
-/* What one candidate adds to the sums. */
-static __device__ struct tally tally_of(const struct draw &d, float distance) {
-    const float unit = (float)((u64)1 << WEIGHT_BITS), weight = expf(-distance);
-    const bool counts = weight >= d.min_p;
-    return {1, __float2ull_rn(weight * unit),
-            counts ? __float2ull_rn(expf(-distance / d.temperature) * unit) : 0};
+static __device__ void add(u64 *to, const struct halves &sum) {
+    const u64 x = (u64)sum.high << 32 | sum.low;
+    if (x > 0) atomicAdd(to, x);
 }
 
 /* Counts and weighs the candidates, bin by bin.
  * logits f32 [V] -> count, weight (where top-p asks for it) and tempered of the state. Grid and
- * shares are those of the survey. Bound by L2's throughput of atomics, up to three an id, none with
- * return; where all logits are equal they meet in one bin. */
+ * shares are those of the survey. Shared memory: 20 KB, the block's own bins, since atomics on
+ * neighbouring words pass L2 together and scattered ones do not. Bound by latencies; where all
+ * logits are equal they meet in one bin. */
 static __global__ void __launch_bounds__(DRAW_THREADS) weigh_candidates(struct draw d) {
+    __shared__ unsigned count[DRAW_BINS];
+    __shared__ struct halves weight[DRAW_BINS], tempered[DRAW_BINS];
     start_dependents();
+    for (int bin = (int)threadIdx.x; bin < DRAW_BINS; bin += DRAW_THREADS) {
+        count[bin] = 0;
+        weight[bin] = tempered[bin] = {};
+    }
+    __syncthreads(); /* the bins are cleared before something is added */
     wait_for_inputs();
-    const struct span span = span_of(d);
-    for_share(d, [&](int, float logit) {
+    const struct batch batch = first_batch(d);
+    const struct span span = span_of(d, turn_of(d));
+    for_share(d, batch, [&](int, float logit) {
         const float distance = span.largest - logit;
         if (!(distance <= span.reach)) return;
         const int bin = bin_of(span, distance);
         const struct tally tally = tally_of(d, distance);
-        atomicAdd(&d.state->count[bin], 1);
-        if (d.top_p < 1) atomicAdd(&d.state->weight[bin], tally.weight);
-        if (tally.tempered > 0) atomicAdd(&d.state->tempered[bin], tally.tempered);
+        atomicAdd(&count[bin], 1);
+        if (d.sampling.top_p < 1) add(weight[bin], tally.weight);
+        if (tally.tempered > 0) add(tempered[bin], tally.tempered);
     });
+    __syncthreads(); /* the bins are complete before they are read */
+    for (int bin = (int)threadIdx.x; bin < DRAW_BINS; bin += DRAW_THREADS) {
+        if (count[bin] > 0) atomicAdd(&d.state->count[bin], count[bin]);
+        add(&d.state->weight[bin], weight[bin]);
+        add(&d.state->tempered[bin], tempered[bin]);
+    }
 }
 
-/* ---- choice ---- */
+/* ---- choice: candidates go to their bins ---- */
 
-/* The three bins of a thread, and the sum of all bins before them. */
+/* The bins of a thread, the sum of all bins before them, and that of all bins. */
 struct bins {
-    struct tally own[THREAD_BINS], before;
+    struct tally own[THREAD_BINS], before, total;
 };
 
-static __device__ struct bins read_bins(const struct draw_state *state, struct exchange &exchange) {
-    struct bins bins;
+static __device__ struct bins read_bins(const struct draw &d, struct exchange &exchange) {
+    struct bins bins = {};
     struct tally sum = {};
 #pragma unroll
     for (int i = 0; i < THREAD_BINS; i++) {
         const int bin = (int)threadIdx.x * THREAD_BINS + i;
-        bins.own[i] = {state->count[bin], state->weight[bin], state->tempered[bin]};
+        bins.own[i] = {d.state->count[bin], d.state->weight[bin], d.state->tempered[bin]};
         add(sum, bins.own[i]);
     }
-    bins.before = sum_before(sum, exchange);
+    bins.before = sum_before(sum, bins.total, exchange);
     return bins;
 }
 
+/* Top-p keeps the candidates up to the one at which the weights pass this, if `total` are left. */
+static __device__ u64 nucleus_target(const struct draw &d, const struct tally &total) {
+    const u64 share = (u64)ceil((double)d.sampling.top_p * (double)total.weight);
+    return share > 0 ? share - 1 : 0;
+}
+
+/* Whether a candidate with so much before its bin may still be asked for. */
+static __device__ bool matters(const struct draw &d, const struct tally &before,
+                               const struct tally &total) {
+    if (d.sampling.top_k > 0 && (unsigned)d.sampling.top_k < total.count)
+        return before.count < (unsigned)d.sampling.top_k;
+    return d.sampling.top_p >= 1 || before.weight <= nucleus_target(d, total);
+}
+
 /* Writes the ranks of the block's share of the candidates to their bins: places in a bin are taken
- * in any order. Bins past top-k are of no use. */
-static __device__ void place_candidates(const struct draw &d, const struct span &span,
-                                        const struct bins &bins, unsigned offset[DRAW_BINS]) {
-    unsigned before = bins.before.count;
-#pragma unroll
-    for (int i = 0; i < THREAD_BINS; i++) {
-        offset[(int)threadIdx.x * THREAD_BINS + i] = before;
-        before += bins.own[i].count;
-    }
-    __syncthreads(); /* the offsets are written before they are read */
-    for_share(d, [&](int id, float logit) {
-        const float distance = span.largest - logit;
-        if (!(distance <= span.reach)) return;
-        const int bin = bin_of(span, distance);
-        if (d.top_k > 0 && offset[bin] >= (unsigned)d.top_k) return;
-        d.ranks[offset[bin] + atomicAdd(&d.state->placed[bin], 1)] = rank_of(logit, id);
-    });
-}
-
-/* What was asked for: a candidate and the sums of all up to and with it. */
-struct found {
-    struct tally through;
-    u64 rank;
-};
-
-/* Of `left` candidates, in any order at ranks: that at which the sum passes target, if `above` is
- * the sum of all that come before these. Ranks differ, so halving their range ends with one. A
- * thread keeps its first candidate in registers: few bins have more than one a thread. */
-static __device__ struct found narrow(const struct draw &d, const struct span &span,
-                                      const u64 *ranks, struct tally above, unsigned left,
-                                      enum measure measure, u64 target, struct exchange &exchange) {
-    const unsigned count = left, thread = threadIdx.x;
-    const u64 kept = thread < count ? __ldcg(&ranks[thread]) : 0; /* other blocks wrote them */
-    const struct tally kept_tally = tally_of(d, span.largest - logit_of(kept));
-    u64 high = 0, inverse_low = 0;
-    for (unsigned i = thread; i < count; i += DRAW_THREADS) {
-        const u64 rank = i == thread ? kept : __ldcg(&ranks[i]);
-        high = max(high, rank);
-        inverse_low = max(inverse_low, ~rank);
-    }
-    high = block_largest(high, exchange);
-    u64 low = ~block_largest(inverse_low, exchange);
-    while (left > 1) {
-        const u64 middle = low + (high - low) / 2;
-        struct tally upper = {};
-        for (unsigned i = thread; i < count; i += DRAW_THREADS) {
-            const u64 rank = i == thread ? kept : __ldcg(&ranks[i]);
-            if (rank <= middle || rank > high) continue;
-            add(upper, i == thread ? kept_tally : tally_of(d, span.largest - logit_of(rank)));
-        }
-        upper = block_total(upper, exchange);
-        if (target < measured(above, measure) + measured(upper, measure)) {
-            low = middle + 1;
-            left = upper.count;
-        } else {
-            add(above, upper);
-            high = middle;
-            left -= upper.count;
-        }
-    }
-    for (unsigned i = thread; i < count; i += DRAW_THREADS) {
-        const u64 rank = i == thread ? kept : __ldcg(&ranks[i]);
-        if (rank < low || rank > high) continue;
-        exchange.rank = rank;
-        exchange.found = above;
-        add(exchange.found, tally_of(d, span.largest - logit_of(rank)));
-    }
-    __syncthreads(); /* the candidate is written before it is read */
-    const struct found found = {exchange.found, exchange.rank};
-    __syncthreads(); /* ... and read before the next one is written */
-    return found;
-}
-
-/* The candidate at which the sum in order passes target, which is less than the sum of all. */
-static __device__ struct found find(const struct draw &d, const struct span &span,
-                                    const struct bins &bins, enum measure measure, u64 target,
-                                    struct exchange &exchange) {
-    __shared__ unsigned bin_count;
+ * in any order. */
+static __device__ void place_candidates(const struct draw &d, const struct batch &batch,
+                                        const struct span &span, const struct bins &bins,
+                                        unsigned offset[DRAW_BINS]) {
+    const unsigned nowhere = 0xffffffffu;
     struct tally before = bins.before;
 #pragma unroll
     for (int i = 0; i < THREAD_BINS; i++) {
-        const u64 reached = measured(before, measure);
-        if (reached <= target && target - reached < measured(bins.own[i], measure)) {
-            exchange.found = before;
-            bin_count = bins.own[i].count;
-        }
+        offset[(int)threadIdx.x * THREAD_BINS + i] =
+            matters(d, before, bins.total) ? before.count : nowhere;
         add(before, bins.own[i]);
     }
-    __syncthreads(); /* the one bin is written before it is read */
-    const struct tally above = exchange.found;
-    const unsigned count = bin_count;
-    __syncthreads(); /* ... and read before the next one is written */
-    return narrow(d, span, d.ranks + above.count, above, count, measure, target, exchange);
+    __syncthreads(); /* the offsets are written before they are read */
+    for_share(d, batch, [&](int id, float logit) {
+        const float distance = span.largest - logit;
+        if (!(distance <= span.reach)) return;
+        const int bin = bin_of(span, distance);
+        if (offset[bin] == nowhere) return;
+        d.ranks[offset[bin] + atomicAdd(&d.state->placed[bin], 1)] = rank_of(order_of(logit), id);
+    });
 }
 
-/* top-k, top-p (min-p is in the weights), then the draw. */
-static __device__ int draw_id(const struct draw &d, const struct span &span,
-                              const struct bins &bins, struct exchange &exchange) {
-    struct tally through = {}; /* the sums of those that are left */
-    for (int i = 0; i < THREAD_BINS; i++) add(through, bins.own[i]);
-    through = block_total(through, exchange);
-    if (d.top_k > 0 && (unsigned)d.top_k < through.count)
-        through = find(d, span, bins, COUNT, (u64)d.top_k - 1, exchange).through;
-    if (d.top_p < 1) {
-        const u64 share = (u64)ceil((double)d.top_p * (double)through.weight);
-        through = find(d, span, bins, WEIGHT, share > 0 ? share - 1 : 0, exchange).through;
+/* ---- choice: one block finds the candidates that are asked for ---- */
+
+/* Calls visit(rank) for a thread's share of the ranks from low to high, which come in any order. */
+template <class Visit>
+static __device__ void for_ranks(const u64 *ranks, unsigned count, u64 low, u64 high, Visit visit) {
+#pragma unroll 4
+    for (unsigned i = threadIdx.x; i < count; i += DRAW_THREADS) {
+        const u64 rank = __ldcg(&ranks[i]); /* other blocks wrote it: past L1 */
+        if (rank >= low && rank <= high) visit(rank);
     }
-    /* random / 2^RANDOM_BITS of the sum, rounded down, in two parts that do not overflow. */
-    const u64 whole = through.tempered >> RANDOM_BITS;
-    const u64 rest = through.tempered & (((u64)1 << RANDOM_BITS) - 1);
-    const u64 random = random_bits(d.seed, d.state->counters.number);
-    const u64 target = whole * random + (rest * random >> RANDOM_BITS);
-    return id_of(find(d, span, bins, TEMPERED, target, exchange).rank);
+}
+
+/* Some candidates that follow one another, sorted, one a thread. */
+struct window {
+    unsigned first, end; /* their numbers in the order of all */
+    u64 rank;
+    struct tally own, before; /* own 0: none for this thread; before: all that come before it */
+};
+
+/* What the choice works with. */
+struct choice {
+    const struct draw &d;
+    const struct span &span;
+    const struct bins &bins;
+    struct exchange &exchange;
+    struct window window;
+};
+
+/* Of so many candidates, in any order at ranks, takes those around the one at which the sum passes
+ * target, if `above` is the sum of all that come before these: halving the range of ranks until
+ * there is a thread for each that is left. Returns a thread's rank, or 0; above and count become
+ * those of the ranks taken. */
+static __device__ u64 narrow(struct choice &c, const u64 *ranks, struct tally &above,
+                             unsigned &count, enum measure measure, u64 target) {
+    const unsigned all = count;
+    u64 low = 0, high = 0;
+    struct tally total;
+    for_ranks(ranks, all, 0, ~(u64)0, [&](u64 rank) {
+        high = max(high, rank);
+        low = max(low, ~rank);
+    });
+    high = block_largest(high, c.exchange);
+    low = ~block_largest(low, c.exchange);
+    while (count > DRAW_THREADS) {
+        const u64 middle = low + (high - low) / 2;
+        struct tally upper = {};
+        for_ranks(ranks, all, middle + 1, high,
+                  [&](u64 rank) { add(upper, tally_of(c.d, c.span.largest - logit_of(rank))); });
+        sum_before(upper, total, c.exchange);
+        if (target < measured(above, measure) + measured(total, measure)) {
+            low = middle + 1;
+            count = total.count;
+        } else {
+            add(above, total);
+            high = middle;
+            count -= total.count;
+        }
+    }
+    struct tally own = {};
+    for_ranks(ranks, all, low, high, [&](u64) { own.count++; });
+    unsigned at = sum_before(own, total, c.exchange).count;
+    for_ranks(ranks, all, low, high, [&](u64 rank) { c.exchange.rank[at++] = rank; });
+    __syncthreads(); /* the ranks are written before they are read */
+    const u64 rank = threadIdx.x < count ? c.exchange.rank[threadIdx.x] : 0;
+    __syncthreads(); /* ... and read before a sort writes there */
+    return rank;
+}
+
+/* Around the candidate of a bin at which the sum passes target: all from the very first to the
+ * bin's last if they fit, since these are what is asked for next, else some of the bin. above: the
+ * sum before the bin. */
+static __device__ struct window open_window(struct choice &c, struct tally above, unsigned count,
+                                            enum measure measure, u64 target) {
+    struct window window = {};
+    if (above.count + count <= DRAW_THREADS) {
+        count += above.count;
+        above = {};
+    }
+    const u64 *ranks = c.d.ranks + above.count;
+    if (count > DRAW_THREADS)
+        window.rank = narrow(c, ranks, above, count, measure, target);
+    else if (threadIdx.x < count)
+        window.rank = __ldcg(&ranks[threadIdx.x]); /* other blocks wrote it: past L1 */
+    window.rank = sort(window.rank, count, c.exchange);
+    window.first = above.count;
+    window.end = above.count + count;
+    if (threadIdx.x < count) window.own = tally_of(c.d, c.span.largest - logit_of(window.rank));
+    struct tally total;
+    window.before = sum_before(window.own, total, c.exchange);
+    add(window.before, above);
+    return window;
+}
+
+static __device__ bool passes(const struct tally &before, const struct tally &own,
+                              enum measure measure, u64 target) {
+    const u64 reached = measured(before, measure);
+    return reached <= target && target - reached < measured(own, measure);
+}
+
+/* Makes `through` the sum of all candidates up to and with that at which the sum in order passes
+ * target, which is less than the sum of all. Returns its rank. */
+static __device__ u64 find(struct choice &c, enum measure measure, u64 target,
+                           struct tally &through) {
+    struct tally before = c.bins.before;
+#pragma unroll
+    for (int i = 0; i < THREAD_BINS; i++) {
+        if (passes(before, c.bins.own[i], measure, target)) {
+            c.exchange.above = before;
+            c.exchange.count = c.bins.own[i].count;
+        }
+        add(before, c.bins.own[i]);
+    }
+    __syncthreads(); /* the one bin is written before it is read */
+    const struct tally above = c.exchange.above;
+    const unsigned count = c.exchange.count;
+    if (above.count < c.window.first || above.count + count > c.window.end)
+        c.window = open_window(c, above, count, measure, target);
+    if (passes(c.window.before, c.window.own, measure, target)) {
+        c.exchange.through = c.window.before;
+        add(c.exchange.through, c.window.own);
+        c.exchange.found = c.window.rank;
+    }
+    __syncthreads(); /* the candidate is written before it is read, and the bin is read */
+    through = c.exchange.through;
+    return c.exchange.found;
+}
+
+/* top-k, top-p (min-p is in the weights), then the draw with this random number. */
+static __device__ int draw_id(struct choice &c, unsigned random) {
+    struct tally through = c.bins.total; /* the sums of those that are left */
+    u64 rank = 0;
+#pragma unroll 1
+    for (int measure = COUNT; measure <= TEMPERED; measure++) {
+        u64 target;
+        if (measure == COUNT) {
+            if (c.d.sampling.top_k == 0 || (unsigned)c.d.sampling.top_k >= through.count) continue;
+            target = (u64)c.d.sampling.top_k - 1;
+        } else if (measure == WEIGHT) {
+            if (c.d.sampling.top_p >= 1) continue;
+            target = nucleus_target(c.d, through);
+        } else { /* random / 2^RANDOM_BITS of the sum, in two parts that do not overflow */
+            const u64 rest = through.tempered & (((u64)1 << RANDOM_BITS) - 1);
+            target = (through.tempered >> RANDOM_BITS) * random + (rest * random >> RANDOM_BITS);
+        }
+        rank = find(c, (enum measure)measure, target, through);
+    }
+    return id_of(rank);
 }
 
 /* Draws from the weighed candidates.
  * logits f32 [V], bins of the state -> ranks u64 [V]; token, position, drawn; bins zero again.
- * All blocks put the candidates' ranks into their bins; the last one to finish chooses: up to three
- * times it finds a bin and halves it, about log2 of its candidates times, with two barriers each.
- * Shared memory: 6 KB of offsets, 0.5 KB to exchange sums. Bound by latencies; where most logits
- * are equal, by what one multiprocessor reads from L2. */
-static __global__ void __launch_bounds__(DRAW_THREADS, 1) choose_candidate(struct draw d) {
+ * All blocks put the candidates' ranks into their bins; then the first block chooses: up to three
+ * times it finds a bin and a candidate in a window around it, which it sorts if it does not have it
+ * yet. Shared memory: 4 KB of offsets, 4 KB to exchange ranks; at most 64 registers, so that it
+ * starts beside its predecessors. Bound by latencies; where most logits are equal, by what one
+ * multiprocessor reads from L2. */
+static __global__ void __launch_bounds__(DRAW_THREADS, 2) choose_candidate(struct draw d) {
     __shared__ unsigned offset[DRAW_BINS];
     __shared__ struct exchange exchange;
     start_dependents();
     wait_for_inputs();
-    const struct span span = span_of(d);
-    const struct bins bins = read_bins(d.state, exchange);
-    place_candidates(d, span, bins, offset);
-    if (!is_last_block(&d.state->finished)) return;
-    const int id = span.drawable ? draw_id(d, span, bins, exchange) : id_of(d.state->first);
+    const struct batch batch = first_batch(d);
+    const struct turn turn = turn_of(d);
+    const struct bins bins = read_bins(d, exchange);
+    const struct span span = span_of(d, turn);
+    place_candidates(d, batch, span, bins, offset);
+    __syncthreads(); /* the block's ranks are written before the fence that passes them on */
+    if (blockIdx.x > 0) {
+        if (threadIdx.x > 0) return;
+        release_writes();
+        tell_first_block(d, 1);
+        return;
+    }
+    hear_other_blocks(d);
+    __syncthreads(); /* every block has read the bins and written its ranks */
     for (int bin = (int)threadIdx.x; bin < DRAW_BINS; bin += DRAW_THREADS) {
         d.state->count[bin] = d.state->placed[bin] = 0;
         d.state->weight[bin] = d.state->tempered[bin] = 0;
     }
-    if (threadIdx.x == 0) deliver(d, id);
+    struct choice choice = {d, span, bins, exchange, {}};
+    const unsigned random = random_bits(d.sampling.seed, turn.counters.number);
+    const int id = span.drawable ? draw_id(choice, random) : id_of(turn.first);
+    if (threadIdx.x == 0) deliver(d, turn, turn.first, id);
 }
 
 /* ---- host: memory ---- */
@@ -325,10 +412,9 @@ struct cuda_draws {
     cudaEvent_t event[DRAW_WAITING];
     uint64_t enqueued, taken;
 
-    /* The draws that follow one another without the host: whose they are. */
-    const struct sampler *sampler; /* NULL: none yet */
-    struct sampling sampling;      /* what captured graphs have in their arguments */
-    uint64_t seen;                 /* sampler->draws at the last draw */
+    /* What captured graphs have in their arguments. */
+    int vocab;
+    struct sampling sampling;
 };
 
 void cuda_draws_open(struct cuda_backend *b) {
@@ -365,18 +451,11 @@ static bool has_penalty(const struct sampling *sampling) {
     return sampling->repeat_penalty != 1 && sampling->repeat_last > 0;
 }
 
-/* Whether the device's memory is not of this sampler: another one, or the same opened again. */
-static bool starts_anew(const struct cuda_draws *draws, const struct sampler *sampler) {
-    return draws->sampler != sampler || sampler->draws < draws->seen ||
-           memcmp(&draws->sampling, &sampler->sampling, sizeof draws->sampling) != 0;
-}
-
 /* Brings what the sampler has accepted. A copy from pageable memory has read it when it returns. */
 static void start(struct cuda_backend *b, const struct sampler *sampler, struct draw_state *state) {
     struct cuda_draws *draws = b->draws;
     const struct draw_counters counters = {sampler->draws, (unsigned)draws->enqueued,
                                            sampler->recent_count};
-    cuda_graphs_close(b);
     CUDA_TRY(b, cudaMemsetAsync(state, 0, sizeof *state, b->stream));
     CUDA_TRY(b, cudaMemcpyAsync(&state->counters, &counters, sizeof counters,
                                 cudaMemcpyHostToDevice, b->stream));
@@ -384,50 +463,50 @@ static void start(struct cuda_backend *b, const struct sampler *sampler, struct 
         CUDA_TRY(b, cudaMemcpyAsync(state->recent, sampler->recent,
                                     (size_t)sampler->sampling.repeat_last * sizeof(int32_t),
                                     cudaMemcpyHostToDevice, b->stream));
-    draws->sampler = sampler;
-    draws->sampling = sampler->sampling;
+    b->rows_set = false;
 }
 
-void cuda_draw_begin(struct cuda_backend *b, const struct sampler *sampler, void *state) {
+void cuda_draw_begin(struct cuda_backend *b, struct sampler *sampler, void *state) {
     if (b->error.code) return;
     struct cuda_draws *draws = b->draws;
-    if (sampler->sampling.repeat_last > DRAW_RECENT)
+    const struct sampling *sampling = &sampler->sampling;
+    if (sampling->repeat_last > DRAW_RECENT)
         fail(&b->error, EXIT_INTERNAL, "the penalty looks back on %d ids, the device on at most %d",
-             sampler->sampling.repeat_last, DRAW_RECENT);
+             sampling->repeat_last, DRAW_RECENT);
     else if (draws->enqueued - draws->taken == DRAW_WAITING)
         fail(&b->error, EXIT_INTERNAL, "%d draws wait to be taken, and there is room for no more",
              DRAW_WAITING);
-    else if (starts_anew(draws, sampler))
-        start(b, sampler, (struct draw_state *)state);
-    draws->seen = sampler->draws;
+    if (b->error.code) return;
+    if (draws->vocab != sampler->vocab || memcmp(&draws->sampling, sampling, sizeof *sampling)) {
+        cuda_graphs_close(b);
+        draws->vocab = sampler->vocab;
+        draws->sampling = *sampling;
+    }
+    if (b->rows_set) start(b, sampler, (struct draw_state *)state);
+    if (sampling->temperature > 0) sampler->draws++; /* as sampler_draw does */
 }
 
 void cuda_draw(struct cuda_backend *b, const struct cuda_draw *what) {
-    const struct sampling *sampling = &what->sampler->sampling;
     struct draw d = {};
     d.logits = what->logits;
     d.vocab = what->sampler->vocab;
     d.state = (struct draw_state *)what->state;
     d.ranks = (u64 *)((uint32_t *)what->state + CUDA_DRAW_WORDS);
-    d.temperature = sampling->temperature;
-    d.top_p = sampling->top_p;
-    d.min_p = sampling->min_p;
-    d.penalty = sampling->repeat_penalty;
-    d.top_k = sampling->top_k;
-    d.repeat_last = has_penalty(sampling) ? sampling->repeat_last : 0;
-    d.seed = sampling->seed;
+    d.sampling = what->sampler->sampling;
+    if (!has_penalty(&d.sampling)) d.sampling.repeat_last = 0;
     d.token = what->tokens;
     d.slot = what->slots;
     d.position = what->positions;
     d.last_row = what->last_row;
     d.drawn = b->draws->drawn_device;
     const int most = (d.vocab + DRAW_THREADS - 1) / DRAW_THREADS;
-    const int blocks = most < b->multiprocessors ? most : b->multiprocessors;
-    const size_t bits = d.repeat_last > 0 ? (size_t)((d.vocab + blocks - 1) / blocks) : 0;
+    const int largest = b->multiprocessors < DRAW_THREADS ? b->multiprocessors : DRAW_THREADS;
+    const int blocks = most < largest ? most : largest;
+    const size_t bits = d.sampling.repeat_last > 0 ? (size_t)((d.vocab + blocks - 1) / blocks) : 0;
     const size_t shared = (bits + 31) / 32 * sizeof(unsigned);
     const dim3 grid((unsigned)blocks);
     cuda_launch(b, "survey_logits", survey_logits, grid, DRAW_THREADS, shared, d);
-    if (d.temperature == 0) return;
+    if (d.sampling.temperature == 0) return;
     cuda_launch(b, "weigh_candidates", weigh_candidates, grid, DRAW_THREADS, 0, d);
     cuda_launch(b, "choose_candidate", choose_candidate, grid, DRAW_THREADS, 0, d);
 }

@@ -58,12 +58,14 @@ static void keep(struct result result) {
     fprintf(stderr, "%s %s: %.1f us\n", result.model, result.test, result.seconds * 1e6);
 }
 
-static void print_results(const char *device) {
+static void print_results(const char *device, int argc, char **argv) {
     char date[32];
     const time_t now = time(NULL);
     struct tm utc;
     strftime(date, sizeof date, "%Y-%m-%d", gmtime_r(&now, &utc));
-    printf("%s, %s, bf16, random weights\n", date, device);
+    printf("%s, %s, bf16, random weights; commit %s:", date, device, COMMIT);
+    for (int i = 0; i < argc; i++) printf(" %s", argv[i]);
+    puts("");
     for (int i = 0; i < result_count; i++)
         if (!i || strcmp(results[i].model, results[i - 1].model) != 0)
             printf("roof beside %s: read %.2f TB/s, mma.sync %.0f TFLOP/s\n", results[i].model,
@@ -442,6 +444,6 @@ int main(int argc, char **argv) {
         b.engine.ops->close(&b.engine);
     }
     free(block);
-    print_results(device);
+    print_results(device, argc, argv);
     return 0;
 }

@@ -18,8 +18,10 @@ TIMEOUT = 600
 
 
 def run(*arguments, text=None, **options):
-    """Runs ./run; stdout and stderr as bytes. text (bytes) goes to standard input."""
-    command = [RUN, *map(str, arguments)]
+    """Runs ./run, on the CPU where no --device is among the arguments; stdout and stderr as bytes.
+    text (bytes) goes to standard input."""
+    device = [] if "--device" in arguments else ["--device", "cpu"]
+    command = [RUN, *device, *map(str, arguments)]
     return subprocess.run(
         command, input=text, capture_output=True, timeout=TIMEOUT, check=False, **options
     )

@@ -112,7 +112,7 @@ static inline void check_refusal(int vocab, float bad, int at) {
 
 /* ---- the host loop ---- */
 
-enum { PROMPT = 9, ANSWER = 40 };
+enum { PROMPT = 9, ANSWER = 64, LOOP_CONTEXT = 80 };
 
 /* One draw ahead: a step is asked for before the id that it starts from has come back. */
 static inline void draw_ahead(struct gpu *g, const int32_t *prompt, struct sampling sampling,
@@ -158,7 +158,7 @@ static inline void draw_on_the_host(struct gpu *g, const int32_t *prompt, struct
 static inline void check_loop(struct shape shape, enum dtype dtype, struct sampling sampling) {
     struct gpu g;
     int32_t prompt[PROMPT], ahead[ANSWER], right[ANSWER];
-    gpu_open(&g, random_config(shape, dtype), (struct limits){64, 16, 1, 1, 1, true});
+    gpu_open(&g, random_config(shape, dtype), (struct limits){LOOP_CONTEXT, 16, 1, 1, 1, true});
     for (int i = 0; i < PROMPT; i++) prompt[i] = some_token(&g.host);
     draw_on_the_host(&g, prompt, sampling, right);
     draw_ahead(&g, prompt, sampling, ahead);
@@ -167,6 +167,52 @@ static inline void check_loop(struct shape shape, enum dtype dtype, struct sampl
     check(same == ANSWER, "C %d %s, temperature %g: token %d of the loop is %d, expected %d",
           shape.C, dtype_name(dtype), (double)sampling.temperature, same,
           ahead[same < ANSWER ? same : 0], right[same < ANSWER ? same : 0]);
+    gpu_close(&g);
+}
+
+/* The same answer, however often. */
+static inline void check_answers(struct shape shape, int repeats) {
+    struct gpu g;
+    const struct sampling greedy = {.top_p = 1, .repeat_penalty = 1};
+    int32_t prompt[PROMPT], first[ANSWER], again[ANSWER];
+    gpu_open(&g, random_config(shape, BF16), (struct limits){LOOP_CONTEXT, 16, 1, 1, 1, true});
+    for (int i = 0; i < PROMPT; i++) prompt[i] = some_token(&g.host);
+    draw_ahead(&g, prompt, greedy, first);
+    int other = 0;
+    for (int n = 1; n < repeats; n++) {
+        draw_ahead(&g, prompt, greedy, again);
+        other += memcmp(first, again, sizeof first) != 0;
+    }
+    check(!other, "C %d: %d of %d answers of %d tokens differ from the first", shape.C, other,
+          repeats, ANSWER);
+    gpu_close(&g);
+}
+
+/* What the backend takes from the device is its plan, whatever it has done. */
+static inline void check_memory(struct shape shape) {
+    enum { SLACK = 64 << 20, ROWS = 512 };
+    struct gpu g;
+    const size_t before = cuda_ops.free_memory(NULL);
+    gpu_open(&g, random_config(shape, BF16), (struct limits){8192, ROWS, 1, 1, 1, true});
+    int32_t tokens[ROWS];
+    struct error error;
+    struct sampler sampler = sampler_of((struct sampling){.temperature = 1, .top_p = 0.9f}, 256);
+    for (int i = 0; i < ROWS; i++) tokens[i] = some_token(&g.host);
+    for (int T = 1; T <= ROWS; T *= 2) {
+        g.device.ops->set_rows(&g.device, tokens, T, 0, 0);
+        g.device.ops->step(&g.device, (struct rows){T, 1}, forward, NULL);
+    }
+    for (int i = 0; i < 8; i++) {
+        int32_t id;
+        g.device.ops->step(&g.device, (struct rows){1, 1}, forward, &sampler);
+        gpu_must(g.device.ops->take(&g.device, &id, &error), &error);
+    }
+    const size_t used = before - cuda_ops.free_memory(NULL), planned = g.device.plan.bytes;
+    printf("device memory: planned %.1f MiB, used %.1f MiB\n", (double)planned / (1 << 20),
+           (double)used / (1 << 20));
+    check(used + SLACK >= planned && used <= planned + SLACK,
+          "C %d: %zu bytes of device memory are used, %zu were planned", shape.C, used, planned);
+    sampler_close(&sampler);
     gpu_close(&g);
 }
 

@@ -108,8 +108,17 @@ def read(path: Path) -> ModelFile:
     return ModelFile(config, tokenizer, tensors, raw)
 
 
-def forward(model: ModelFile, ids) -> np.ndarray:
-    """Logits [T, V] in float64, as format.md describes the block."""
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Rounded to the nearest bf16, ties to even; still float64."""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32).astype(np.float64)
+
+
+def forward(model: ModelFile, ids, stored=lambda x: x) -> np.ndarray:
+    """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
+    number that a backend keeps between two operators: the inputs of products, queries, the cache.
+    """
     c = model.config
     heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
     count = len(ids)
@@ -119,7 +128,12 @@ def forward(model: ModelFile, ids) -> np.ndarray:
     future = np.triu(np.full((count, count), -np.inf), 1)
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+        factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
+        return stored(x * weights[name]), factor
+
+    def normed_product(x, name, matrix):
+        rows, factor = norm(x, name)
+        return rows @ weights[matrix].T * factor
 
     def rotate(x):
         first, second = x[..., : size // 2], x[..., size // 2 :]
@@ -128,19 +142,20 @@ def forward(model: ModelFile, ids) -> np.ndarray:
     x = weights["embed"][ids]
     for layer in range(c["layers"]):
         at = f"layers.{layer}."
-        qkv = norm(x, at + "norm_attention") @ weights[at + "qkv"].T
+        qkv = normed_product(x, at + "norm_attention", at + "qkv")
         qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q, k = rotate(qkv[:, :heads]), rotate(qkv[:, heads : heads + kv_heads])
-        v = qkv[:, heads + kv_heads :]
+        q = stored(rotate(qkv[:, :heads]))
+        k = stored(rotate(qkv[:, heads : heads + kv_heads]))
+        v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
         scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + future
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
-        x = x + mixed @ weights[at + "out"].T
-        gate, up = np.split(norm(x, at + "norm_ffn") @ weights[at + "gate_up"].T, 2, axis=-1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[at + "down"].T
-    return norm(x, "norm_final") @ weights["embed" if c["tied"] else "classifier"].T
+        x = x + stored(mixed) @ weights[at + "out"].T
+        gate, up = np.split(normed_product(x, at + "norm_ffn", at + "gate_up"), 2, axis=-1)
+        x = x + stored(gate / (1 + np.exp(-gate)) * up) @ weights[at + "down"].T
+    return normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
 
 
 def read_section(data: bytes) -> dict:

@@ -255,6 +255,17 @@ static void the_loop_is_one_draw_ahead(void) {
         }
 }
 
+static const struct shape smollm2 = {
+    .C = 576, .L = 30, .H = 9, .G = 3, .D = 64, .F = 1536, .V = 49152};
+
+static void a_thousand_answers(void) {
+    check_answers(smollm2, quick ? 3 : 1000);
+}
+
+static void memory_is_as_planned(void) {
+    check_memory(smollm2);
+}
+
 /* ---- the runner ---- */
 
 static const struct {
@@ -272,6 +283,8 @@ static const struct {
     {"draws_as_the_cpu_makes_them", draws_as_the_cpu_makes_them},
     {"logits_that_are_not_numbers", logits_that_are_not_numbers},
     {"the_loop_is_one_draw_ahead", the_loop_is_one_draw_ahead},
+    {"a_thousand_answers", a_thousand_answers},
+    {"memory_is_as_planned", memory_is_as_planned},
 };
 
 /* Whether one of the arguments is part of the name; without any, all are asked for. */

@@ -1,0 +1,342 @@
+/* What a warp of decode attention does: its part of the work, its ring of tiles, one tile. */
+#ifndef KERNELS_CUDA_ATTENTION_TILE_CUH
+#define KERNELS_CUDA_ATTENTION_TILE_CUH
+
+#include "kernels/cuda.cuh"
+#include "kernels/cuda.h"
+
+/* ---- configuration ---- */
+
+enum {
+    WARPS = 4,
+    THREADS = 32 * WARPS,
+    QUERIES = 8, /* of a set: the columns of the second product */
+    /* Positions up to which a row is one part: the merge of parts costs about 2 us, as much as a block
+     * takes for so many positions. Longer rows: the least positions of a part, a tile for each warp,
+     * and what its size is a multiple of. */
+    WHOLE = 256,
+    PART_LEAST = 128,
+    PART_ROUND = 64,
+    BATCH = 16 /* parts that a thread reads at once when it merges them */
+};
+
+/* Scores may exceed the maximum that the sums are relative to by so many powers of two before the
+ * sums are scaled anew: 2^8 is far from overflow, and few tiles after the first pay for it. */
+static constexpr float SLACK = 8.0f;
+
+/* Ring and tiles by head size and reach. A warp's ring holds `depth` tiles of K and V in turn.
+ * Far caches need bytes under way: 64 to 97 KB, of which a good half is (4.6 TB/s for 1.2 us ask for
+ * 42 KB on each multiprocessor). Short ones need room: with 34 KB the block fits beside those of the
+ * kernels before and after it, whose stream of weights then does not stop for attention. */
+template <int D_, bool SHORT> struct geometry {
+    static constexpr int D = D_;
+    static_assert(D % 16 == 0 && D >= 16 && D <= 256, "steps of the tensor cores; registers");
+    static constexpr int tile = D > (SHORT ? 64 : 128) ? 16
+                                                       : 32; /* positions of a warp at a time */
+    static constexpr int columns = tile / 8;                 /* n8 tiles of scores */
+    static constexpr int depth = SHORT ? D == 80 ? 3 : 2 : D > 96 ? 3 : D > 64 ? 4 : 5;
+    /* A tile is cut into eight runs of positions. Row r of an 8 x 8 matrix comes from run r, and runs
+     * lie an odd number of 16 bytes apart: no bank conflicts. */
+    static constexpr int row_bytes = 2 * D;
+    static constexpr int run_bytes = columns * row_bytes + 16;
+    static_assert(run_bytes / 16 % 2 == 1, "no bank conflicts");
+    static constexpr int tile_bytes = 8 * run_bytes;
+    static constexpr int ring_bytes = depth * tile_bytes;
+    static constexpr int shared_bytes = WARPS * ring_bytes;
+    /* Sets of queries in one pass. */
+    static constexpr int most_sets = D > 128 ? 1 : 2;
+    /* A result, f32 [queries, D + 4]: D sums of weighted values, the maximum, the sum of the weights;
+     * all relative to 2^maximum. D + 4: no bank conflicts. It lies where a warp's ring was. */
+    static constexpr int record = D + 4;
+    static constexpr int result = ring_bytes / 4;
+    static_assert(most_sets * QUERIES * record <= result, "a result takes the place of a ring");
+    static_assert(shared_bytes <= 98 * 1024, "99 KB are what a block may take from sm_86 on");
+};
+
+/* ---- what a block works on ---- */
+
+static __host__ __device__ __forceinline__ int divide_up(int n, int by) {
+    return (n + by - 1) / by;
+}
+
+/* How the step is cut, the same for all blocks. Queries of a kv head are numbered row by row: query i
+ * is head i % ratio of row i / ratio. */
+struct cut {
+    int ratio;
+    uint64_t inverse; /* 2^32 / ratio, rounded up: divides what is below 2^32 / ratio */
+    __device__ __forceinline__ int row(int query) const { return (int)(query * inverse >> 32); }
+    __device__ __forceinline__ int head(int query) const { return query - row(query) * ratio; }
+};
+
+struct work {
+    struct cut cut;
+    int kv_head;
+    int first, last; /* queries first to last - 1: rows of one slot, at consecutive positions */
+    int first_row, last_row; /* theirs */
+    int slot, length;        /* and the positions that the last row sees */
+    int index, count;        /* this part, of so many */
+    int begin, end;          /* its positions */
+    __device__ __forceinline__ int limit(int row) const { return length - (last_row - row); }
+    /* Columns past the last query are like it. */
+    __device__ __forceinline__ int row(int query) const { return cut.row(min(query, last - 1)); }
+    /* Of q and out: the first dim of a query. */
+    __device__ __forceinline__ size_t at(const struct cuda_attention &a, int query) const {
+        return ((size_t)cut.row(query) * a.H + kv_head * cut.ratio + cut.head(query)) * a.D;
+    }
+};
+
+/* This block's part of queries first to last - 1: from their position alone, since the grid is the same
+ * for all positions. */
+static __device__ __forceinline__ struct work work_of(const struct cuda_attention &a,
+                                                      const struct cut &cut, int first, int last) {
+    struct work w;
+    w.cut = cut;
+    w.kv_head = blockIdx.z;
+    w.first = first;
+    w.last = last;
+    w.first_row = cut.row(first);
+    w.last_row = cut.row(last - 1);
+    w.slot = __ldcg(a.slots + w.last_row);
+    w.length = __ldcg(a.positions + w.last_row) + 1;
+    w.index = blockIdx.x;
+    w.count = 1;
+    w.begin = 0;
+    w.end = w.length;
+    if (w.length > WHOLE && gridDim.x > 1) {
+        const int share = divide_up(divide_up(w.length, gridDim.x), PART_ROUND) * PART_ROUND;
+        const int size = max((int)PART_LEAST, share);
+        w.count = divide_up(w.length, size);
+        w.begin = w.index * size;
+        w.end = min(w.length, w.begin + size);
+    }
+    return w;
+}
+
+/* Whether rows first to last are consecutive positions of one slot. */
+static __device__ __forceinline__ bool consecutive(const struct cuda_attention &a, int first,
+                                                   int last) {
+    const int row = min(first + (int)threadIdx.x % 32, last);
+    return !__any_sync(0xffffffffu,
+                       __ldcg(a.slots + row) != __ldcg(a.slots + first) ||
+                           __ldcg(a.positions + row) != __ldcg(a.positions + first) + row - first);
+}
+
+/* ---- a warp's ring ---- */
+
+/* Tiles come in the order in which they are requested; the next one to be read is in `slot`. A place is
+ * requested anew after all lanes have read it. */
+template <class S> struct ring {
+    uint32_t tiles; /* of this warp */
+    int slot;
+
+    __device__ __forceinline__ void open(char *shared) {
+        tiles = shared_address(shared) + threadIdx.x / 32 * S::ring_bytes;
+        slot = 0;
+    }
+    __device__ __forceinline__ uint32_t place(int s) const { return tiles + s * S::tile_bytes; }
+    __device__ __forceinline__ void next() {
+        if (++slot == S::depth) slot = 0;
+    }
+
+    /* A tile of K or V: rows from `from` on, of which `valid` exist; zeros past them. */
+    __device__ __forceinline__ void request(int s, const bf16 *from, int valid) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < S::tile * S::D / 256; i++) {
+            const int chunk = lane + 32 * i, row = chunk / (S::D / 8);
+            if (valid > 0)
+                copy_async_16(place(s) + 16 * (chunk + row / S::columns), from + 8 * chunk,
+                              row < valid);
+        }
+        copy_async_commit(); /* also an empty group, so that their number tells what has come */
+    }
+
+    __device__ __forceinline__ void wait() const {
+        copy_async_wait<S::depth - 1>();
+        __syncwarp(); /* all lanes' copies, before they are read */
+    }
+};
+
+/* ---- one tile, by one warp ---- */
+
+/* The queries as the first operand: set 0 in rows 0 to 7, set 1 or nothing in rows 8 to 15. */
+template <class S, int SETS>
+static __device__ __forceinline__ void load_queries(uint32_t queries[S::D / 16][2 * SETS],
+                                                    const struct cuda_attention &a,
+                                                    const struct work &w) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int query = w.first + s * QUERIES + lane / 4;
+        const bf16 *q = (const bf16 *)a.q + w.at(a, query) + 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < S::D / 8; i++)
+            queries[i / 2][i % 2 * SETS + s] =
+                query < w.last ? __ldcg((const unsigned *)(q + 8 * i)) : 0;
+    }
+}
+
+/* q k of query l/4 of each set at the two positions of column pair l%4. keys: this lane's address for
+ * ldmatrix. */
+template <class S, int SETS>
+static __device__ __forceinline__ void score_tile(float scores[S::columns][SETS][2],
+                                                  const uint32_t queries[S::D / 16][2 * SETS],
+                                                  uint32_t keys) {
+    float sums[S::columns][4] = {};
+#pragma unroll
+    for (int i = 0; i < S::D / 16; i++) {
+        const uint32_t q[4] = {queries[i][0], SETS > 1 ? queries[i][SETS - 1] : 0, queries[i][SETS],
+                               SETS > 1 ? queries[i][2 * SETS - 1] : 0};
+#pragma unroll
+        for (int u = 0; u < S::columns; u += 2) {
+            uint32_t k[4];
+            load_matrices(k, keys + u * S::row_bytes + 32 * i);
+            multiply_add(sums[u], q, k[0], k[1]);
+            multiply_add(sums[u + 1], q, k[2], k[3]);
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < S::columns; u++)
+#pragma unroll
+        for (int i = 0; i < 2 * SETS; i++) scores[u][i / 2][i % 2] = sums[u][i];
+}
+
+/* 2^(x - maximum), and 0 for -inf, of which there may be nothing else. */
+static __device__ __forceinline__ float weight_of(float x, float maximum) {
+    return exp2_fast(x - (maximum == -INFINITY ? 0.0f : maximum));
+}
+
+/* Scores of a set, in powers of two, become weights relative to 2^maximum; positions from `valid` on
+ * count nothing. Lane l keeps maximum and sum (of its own positions) of query l/4; found has queries
+ * 2 (l%4), +1. */
+template <class S, int SETS>
+static __device__ __forceinline__ void weigh_tile(float weights[S::columns][SETS][2], int s,
+                                                  int valid, float &maximum, float &sum,
+                                                  float found[S::D / 16][4]) {
+    const int lane = threadIdx.x % 32;
+    float highest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2 * S::columns; i++) {
+        float &weight = weights[i / 2][s][i % 2];
+        if ((2 * (lane % 4) + i % 2) * S::columns + i / 2 >= valid) weight = -INFINITY;
+        highest = fmaxf(highest, weight);
+    }
+    if (__any_sync(0xffffffffu, highest > maximum + SLACK)) {
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        highest = fmaxf(highest, maximum);
+        const float factor = weight_of(maximum, highest);
+        const float even = __shfl_sync(0xffffffffu, factor, lane % 4 * 8);
+        const float odd = __shfl_sync(0xffffffffu, factor, lane % 4 * 8 + 4);
+        maximum = highest;
+        sum *= factor;
+#pragma unroll
+        for (int i = 0; i < S::D / 16; i++) {
+            found[i][0] *= even, found[i][1] *= odd;
+            found[i][2] *= even, found[i][3] *= odd;
+        }
+    }
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 2 * S::columns; i++) {
+        float &weight = weights[i / 2][s][i % 2];
+        weight = exp2_fast(weight - base);
+        sums[i % 2] += weight;
+    }
+    sum += sums[0] + sums[1];
+}
+
+/* Weights lie as the second operand wants them: P^T [16 positions, 8 queries] of columns u and u + 1.
+ * They are split into two bf16 each, so that they are good to 16 bits. */
+struct operand {
+    uint32_t high[2], low[2];
+};
+
+template <class S, int SETS>
+static __device__ __forceinline__ struct operand split_weights(
+    const float weights[S::columns][SETS][2], int u, int s) {
+    struct operand o;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float first = weights[u + i][s][0], second = weights[u + i][s][1];
+        o.high[i] = pack_halves(first, second);
+        o.low[i] = pack_halves(first - low_half(o.high[i]), second - high_half(o.high[i]));
+    }
+    return o;
+}
+
+static __device__ __forceinline__ void add_product(float found[4], const uint32_t values[4],
+                                                   const struct operand &weights) {
+    multiply_add(found, values, weights.high[0], weights.high[1]);
+    multiply_add(found, values, weights.low[0], weights.low[1]);
+}
+
+/* found[D, queries] += V^T [D, tile] P^T [tile, queries]. values: as keys. */
+template <class S, int SETS>
+static __device__ __forceinline__ void add_values(float found[SETS][S::D / 16][4],
+                                                  const float weights[S::columns][SETS][2],
+                                                  uint32_t values) {
+#pragma unroll
+    for (int u = 0; u < S::columns; u += 2) {
+        struct operand o[SETS];
+#pragma unroll
+        for (int s = 0; s < SETS; s++) o[s] = split_weights<S, SETS>(weights, u, s);
+#pragma unroll
+        for (int i = 0; i < S::D / 16; i++) {
+            uint32_t v[4];
+            load_matrices_transposed(v, values + u * S::row_bytes + 32 * i);
+#pragma unroll
+            for (int s = 0; s < SETS; s++) add_product(found[s][i], v, o[s]);
+        }
+    }
+}
+
+/* add_values for tiles that hold rows of this step, which earlier rows must not see: a weight of zero
+ * does not silence a NaN. So what is not finite is left out, and makes NaN of the sums of those who see
+ * it: they count it, as a product with ones. valid: positions of the tile that query l/4 sees. */
+template <class S, int SETS>
+static __device__ __forceinline__ void add_new_values(float found[SETS][S::D / 16][4],
+                                                      const float weights[S::columns][SETS][2],
+                                                      uint32_t values, const int valid[SETS]) {
+    constexpr uint32_t FIRST = 0x3f80, SECOND = FIRST << 16; /* ones */
+    const int position = 2 * (threadIdx.x % 4) * S::columns;
+#pragma unroll
+    for (int u = 0; u < S::columns; u += 2) {
+        struct operand o[SETS];
+        uint32_t seen[SETS][2];
+#pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            o[s] = split_weights<S, SETS>(weights, u, s);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                seen[s][i] = (position + u + i < valid[s] ? FIRST : 0) |
+                             (position + S::columns + u + i < valid[s] ? SECOND : 0);
+        }
+#pragma unroll
+        for (int i = 0; i < S::D / 16; i++) {
+            uint32_t v[4], other[4];
+            load_matrices_transposed(v, values + u * S::row_bytes + 32 * i);
+#pragma unroll
+            for (int k = 0; k < 4;
+                 k++) { /* the exponent's bits are all set: plus one, they overflow */
+                const uint32_t halves = (((v[k] & 0x7fff7fffu) + 0x00800080u) >> 15 & 0x00010001u);
+                v[k] &= ~(halves * 0xffffu);
+                other[k] = halves * FIRST;
+            }
+#pragma unroll
+            for (int s = 0; s < SETS; s++) add_product(found[s][i], v, o[s]);
+            if (!__any_sync(0xffffffffu, other[0] | other[1] | other[2] | other[3])) continue;
+#pragma unroll
+            for (int s = 0; s < SETS; s++) {
+                float count[4] = {};
+                multiply_add(count, other, seen[s][0], seen[s][1]);
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (count[k] > 0.0f) found[s][i][k] = NAN;
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,118 @@
+"""./run on a GPU, with SmolLM2-135M-Instruct: against the CPU backend, transformers, and a plain
+computation with the same roundings. Skipped where there is no GPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reader
+from engine import answer, logits, model, refusal, run
+
+GOLDEN = Path(__file__).parent / "golden"
+VOCAB = 49152
+GPU = ("--device", "cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    done = run(model("bf16"), "--ids", "1", "-n", 0, *GPU)
+    if done.returncode == 5:
+        pytest.skip(done.stderr.decode().strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+
+
+def prompts():
+    golden = np.load(GOLDEN / "smollm2_greedy.npz")
+    starts = golden["prompt_starts"]
+    return [golden["prompt_ids"][starts[p] : starts[p + 1]] for p in range(len(starts) - 1)]
+
+
+def greedy(dtype, prompt, *arguments):
+    """The text of 48 tokens."""
+    ids = " ".join(map(str, prompt))
+    return answer(model(dtype), "--ids", ids, "-n", 48, "-t", 0, "--ignore-eos", *arguments)
+
+
+def test_f32_answers_as_the_cpu_and_transformers():
+    golden = np.load(GOLDEN / "smollm2_greedy.npz")
+    for p, prompt in enumerate(prompts()):
+        expected = greedy("f32", prompt)
+        assert greedy("f32", prompt, *GPU) == expected, p
+        ids = " ".join(map(str, golden["f32_ids"][p]))
+        assert expected == answer(model("f32"), "--ids", ids, "--echo", "-n", 0), p
+
+
+def test_bf16_answers_differ_by_roundings_alone(tmp_path):
+    """Along the CPU's own answers, teacher-forced: the GPU's choice at each step is the CPU's, or
+    one whose logit is less than the roundings below it."""
+    golden = np.load(GOLDEN / "smollm2_greedy.npz")
+    differing = total = 0
+    for p, prompt in enumerate(prompts()):
+        ids = np.concatenate([prompt, golden["bf16_ids"][p][:-1]])
+        ours = logits(model("bf16"), ids, VOCAB, tmp_path, *GPU)[len(prompt) - 1 :]
+        cpu = logits(model("bf16"), ids, VOCAB, tmp_path)[len(prompt) - 1 :]
+        error = np.abs(ours - cpu).max(axis=1)
+        chosen, right = ours.argmax(axis=1), cpu.argmax(axis=1)
+        steps = np.arange(len(cpu))
+        gap = cpu[steps, right] - cpu[steps, chosen]
+        print(f"prompt {p}: largest difference {error.max():.3g}, other choices {gap[gap > 0]}")
+        assert (gap <= 2 * error).all(), p
+        differing += (chosen != right).sum()
+        total += len(cpu)
+    print(f"{differing} of {total} choices differ")
+    assert differing <= total // 50
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 1024])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_logits_err_as_a_plain_computation(dtype, chunk, tmp_path):
+    """At most twice as far from float64 as float64 with the backend's roundings; f32: 1e-3."""
+    ids = np.load(GOLDEN / "smollm2.npz")["ids"][:100]
+    file = reader.read(model(dtype))
+    exact = reader.forward(file, ids)
+    ours = logits(model(dtype), ids, VOCAB, tmp_path, "--chunk", chunk, *GPU)
+    error = np.abs(ours - exact)
+    if dtype == "f32":
+        print(f"f32, chunks of {chunk}: {error.max():.3g}")
+        assert error.max() <= 1e-3
+        return
+    plain = np.abs(reader.forward(file, ids, stored=reader.to_bf16) - exact)
+    print(
+        f"bf16, chunks of {chunk}: largest {error.max():.3g}, plain {plain.max():.3g}; "
+        f"mean {error.mean():.3g}, plain {plain.mean():.3g}"
+    )
+    assert error.max() <= 2 * plain.max() and error.mean() <= 2 * plain.mean()
+
+
+def test_chunks_give_the_same_text():
+    prompt = (GOLDEN / "text.txt").read_text()[:700]
+    for dtype in ("f32", "bf16"):
+        base = [model(dtype), "-p", prompt, "-n", 40, "-t", 0, *GPU]
+        texts = {answer(*base, "--chunk", chunk) for chunk in (1, 7, 64, 4096)}
+        assert len(texts) == 1, texts
+
+
+def test_same_seed_same_text():
+    base = [model("bf16"), "-p", "Once upon a time", "-n", 64, "-t", 1, *GPU]
+    texts = {answer(*base, "-s", 5) for _ in range(4)}
+    assert len(texts) == 1
+    assert len({answer(*base, "-s", seed) for seed in range(4)}) > 1
+
+
+def test_a_context_that_ends_while_it_answers():
+    base = [model("bf16"), "-p", "Once upon a time", "-t", 0, "--ignore-eos", *GPU]
+    short = run(*base, "-c", 20, "-n", -1)
+    assert short.returncode == 0 and b"context of 20 positions is full" in short.stderr
+    assert answer(*base, "-c", 200, "-n", 60).startswith(short.stdout.rstrip(b"\n"))
+
+
+def test_refusals():
+    assert "the first is cuda:0" in refusal(5, model("bf16"), "-p", "x", "--device", "cuda:99")
+    line = refusal(4, model("f32"), "-p", "x", "-c", 1 << 22, *GPU)
+    assert line.startswith("run: device memory: ") and "MiB free" in line
+    assert "the longest context that fits is " in line
+
+
+def test_the_gpu_is_what_auto_means():
+    done = run("--verbose", model("bf16"), "-p", "x", "-n", 1, "--device", "auto")
+    assert done.returncode == 0 and b"compute capability" in done.stderr
