@@ -196,11 +196,12 @@ __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, co
         barrier_wait(shared_address(&full[s]), parity);
 #pragma unroll
         for (int r = 0; r < F::ROWS; r++) sum[r] = dot<F>(in, at + (size_t)r * row_bytes);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&empty[s]));
         const float total = fold<F::ROWS>(sum, &row);
         row += i * F::STAGE + first;
         if (lane % (32 / F::ROWS) == 0 && row < rows) partial[slice * rows + row] = total;
+        /* Only now: the sums have been made, so no lane's read of the stage is still on its way. */
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&empty[s]));
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
