@@ -26,6 +26,11 @@ HASH     := \#
 ifeq ($(origin NVCC),undefined) # NVCC= builds without CUDA
 NVCC     := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 endif
+NVCC     := $(if $(NVCC),$(realpath $(shell command -v $(NVCC))))
+CUDA     := $(if $(NVCC),$(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\).*/\1/p'))
+ifeq ($(shell [ "0$(CUDA)" -ge 12 ] && echo yes),) # older ones do not know Hopper
+NVCC     :=
+endif
 MISSING  := $(if $(call try_c,$(HASH)include <xxhash.h>),,libxxhash-dev) \
             $(if $(call try_c,$(HASH)include <utf8proc.h>),,libutf8proc-dev) \
             $(if $(call try_c,$(HASH)include <pcre2.h>,-DPCRE2_CODE_UNIT_WIDTH=8),,libpcre2-dev) \
@@ -46,7 +51,7 @@ CUDA_LIBS     := $(if $(NVCC),-L$(dir $(NVCC))../lib64 -lcudart_static -ldl -lrt
 
 ifeq ($(MAKELEVEL)$(filter help clean deps demo test test-gpu bench-gpu lint,$(MAKECMDGOALS)),0)
 $(info compiler   $(CC) $(shell $(CC) -dumpfullversion -dumpversion 2>/dev/null || echo "NOT FOUND: make deps"), -march=$(ARCH))
-$(info CUDA       $(if $(NVCC),$(NVCC) for sm_ $(CUDA_ARCHS),no nvcc: the program will run on the CPU))
+$(info CUDA       $(if $(NVCC),$(CUDA) for sm_ $(CUDA_ARCHS),no nvcc of CUDA 12 or later: the program will run on the CPU))
 $(info libraries  $(if $(MISSING),MISSING $(MISSING): make deps,all found))
 endif
 
@@ -58,7 +63,8 @@ ENGINE_C := $(filter model/% kernels/% %/utf8.c %/threads.c,$(SOURCES))
 ENGINE   := $(ENGINE_C:%.c=$(B)/%.o) $(CUDA_SOURCES:%.cu=$(B)/%.o)
 OBJECTS  := $(ENGINE) $(patsubst %.c,$(B)/%.o,$(filter-out $(ENGINE_C),$(SOURCES))) $(patsubst %.cc,$(B)/%.o,$(wildcard tokenizer/*.cc))
 
-.DEFAULT_GOAL := run
+MAKEFLAGS += -r
+.DEFAULT_GOAL := $(RUN)
 .PHONY: deps demo test test-gpu bench bench-gpu lint sanitize fuzz clean help FORCE
 .DELETE_ON_ERROR:
 
@@ -158,15 +164,12 @@ run-tests: $(RUN) $(C_TESTS) $(PROGRAMS) $(GPU_PROGRAMS) $(MODEL) weights/SmolLM
 	ROOFLINE_RUN=$(abspath $(RUN)) ROOFLINE_BUILD=$(abspath $(B)) $(PYTHON) -m pytest -q tests $(PYTEST)
 
 # On a machine with a GPU; elsewhere it says that it skips. CASES picks tests by a part of their name.
-test-gpu: deps
-	@$(MAKE) --no-print-directory run-test-gpu
-.PHONY: run-test-gpu
-run-test-gpu: $(GPU_PROGRAMS)
+test-gpu: $(GPU_PROGRAMS)
 	$(if $(NVCC),$(B)/tests/test_gpu $(CASES),@echo 'skipped: no nvcc, so no CUDA kernels to test')
 
 sanitize: deps
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	$(MAKE) --no-print-directory run-tests B=build/sanitize RUN=build/sanitize/run \
+	$(MAKE) --no-print-directory run-tests B=build/sanitize RUN=build/sanitize/run NVCC= \
 	    CFLAGS='-O1 -march=$(ARCH) $(CONTRACT)' EXTRA='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # ---- measuring ----
@@ -176,10 +179,9 @@ bench: deps
 	./run weights/SmolLM2-135M-Instruct-f32.bin --bench
 
 # The libraries on the same work follow where a PyTorch is installed.
-bench-gpu: deps
-	@$(MAKE) --no-print-directory $(B)/tests/bench_gpu
-	$(B)/tests/bench_gpu $(CASES)
-	@python3 -c 'import torch' 2>/dev/null && python3 tests/bench_peers.py || echo 'no PyTorch: nothing to compare with'
+bench-gpu: $(GPU_PROGRAMS)
+	$(if $(NVCC),$(B)/tests/bench_gpu $(CASES),@echo 'skipped: no nvcc, so no CUDA kernels to time')
+	@if python3 -c 'import torch' 2>/dev/null; then python3 tests/bench_peers.py; else echo 'no PyTorch: nothing to compare with'; fi
 
 # ---- reading ----
 C_FILES  := $(SOURCES) run.c $(wildcard tests/*.c)
@@ -206,7 +208,7 @@ fuzz: deps
 run-fuzzers: $(FUZZERS)
 	@for f in $(FUZZERS); do mkdir -p $$f.corpus; $$f -max_total_time=$(SECONDS) -timeout=10 -max_len=65536 -print_final_stats=1 $$f.corpus || exit 1; done
 $(FUZZERS): build/fuzz/%: $(B)/tests/%.o $(OBJECTS)
-	$(CXX) -pthread -fsanitize=fuzzer,address,undefined -pie -o $@ $^ $(LIBS)
+	$(CXX) -pthread -fsanitize=fuzzer,address,undefined -pie -o $@ $^ $(LIBS) $(CUDA_LIBS)
 
 clean:
 	rm -rf build run

@@ -121,19 +121,26 @@ static int choose_context(struct run *r, struct limits *limits, struct error *er
                       r->prompt.count, limits->context);
 }
 
+static int choose_threads(const struct options *options) {
+    int threads = options->threads ? options->threads : default_threads(),
+        cores = allowed_processors();
+    if (threads <= cores) return threads;
+    note(options, "%d threads on %d processors would wait for one another: using %d", threads,
+         cores, cores);
+    return cores;
+}
+
 /* --device: a GPU where there is a usable one, unless the user says which. */
 static int choose_device(struct run *r, struct error *error) {
     struct engine *e = &r->engine;
     const char *asked = r->options.device;
-    char why[160] = "this build has no CUDA; nvcc where it was built is what it takes";
-    char rest = 0;
+    char why[160] = "this build has no CUDA: build it where nvcc is";
     e->ops = &cpu_ops;
     if (!strcmp(asked, "cpu")) return 0;
-    const bool automatic = !strcmp(asked, "auto"), first = !strcmp(asked, "cuda");
-    if (!automatic && !first && sscanf(asked, "cuda:%d%c", &e->device_number, &rest) != 1)
-        return fail(error, EXIT_USAGE, "--device is %s, expected auto, cpu, cuda or cuda:N", asked);
+    const bool automatic = !strcmp(asked, "auto");
+    if (strchr(asked, ':')) e->device_number = (int)strtol(strchr(asked, ':') + 1, NULL, 10);
 #ifdef WITH_CUDA
-    if (cuda_usable(e->device_number, why)) {
+    if (cuda_usable(e->config, e->device_number, why)) {
         e->ops = &cuda_ops;
         return 0;
     }
@@ -150,6 +157,7 @@ static int start_engine(struct run *r, struct limits limits, struct error *error
     int code = choose_device(r, error);
     if (code) return code;
     limits.device = e->ops != &cpu_ops;
+    limits.threads = limits.device ? 1 : choose_threads(&r->options);
     e->plan.limits = limits; /* open reads the number of threads */
     code = e->ops->open(e, error);
     if (!code) code = choose_context(r, &limits, error);
@@ -171,15 +179,6 @@ static int start_engine(struct run *r, struct limits limits, struct error *error
         note(&r->options, "  %-16s %10.2f MB", region_name((enum region)i),
              (double)e->plan.region[i].bytes * 1e-6);
     return 0;
-}
-
-static int choose_threads(const struct options *options) {
-    int threads = options->threads ? options->threads : default_threads(),
-        cores = allowed_processors();
-    if (threads <= cores) return threads;
-    note(options, "%d threads on %d processors would wait for one another: using %d", threads,
-         cores, cores);
-    return cores;
 }
 
 /* ---- the prompt through the model ---- */
@@ -307,11 +306,8 @@ static int generation(struct run *r, struct error *error) {
     if (code) return code;
     if (sampling->temperature > 0) note(&r->options, "seed %" PRIu64, sampling->seed);
     code = sampler_open(&r->sampler, *sampling, r->file.config.vocab_used, error);
-    struct limits limits = {.context = r->options.context,
-                            .chunk = r->options.chunk,
-                            .slots = 1,
-                            .classified = 1,
-                            .threads = choose_threads(&r->options)};
+    struct limits limits = {
+        .context = r->options.context, .chunk = r->options.chunk, .slots = 1, .classified = 1};
     if (!code) code = start_engine(r, limits, error);
     if (!code) code = generate(r, error);
     return code;
@@ -340,8 +336,7 @@ static int logits(struct run *r, struct error *error) {
     struct limits limits = {.context = r->options.context ? r->options.context : count,
                             .chunk = chunk,
                             .slots = 1,
-                            .classified = chunk,
-                            .threads = choose_threads(&r->options)};
+                            .classified = chunk};
     int code = start_engine(r, limits, error);
     if (code) return code;
     struct stat model, target;
@@ -378,11 +373,8 @@ static int bench(struct run *r, struct error *error) {
     struct bench_plan plan;
     int code = bench_read(&plan, &r->options, error);
     if (code) return code;
-    struct limits limits = {.context = plan.context,
-                            .chunk = r->options.chunk,
-                            .slots = 1,
-                            .classified = 1,
-                            .threads = choose_threads(&r->options)};
+    struct limits limits = {
+        .context = plan.context, .chunk = r->options.chunk, .slots = 1, .classified = 1};
     code = start_engine(r, limits, error);
     return code ? code : bench_run(&r->engine, &plan, &r->options, forward, error);
 }

@@ -69,13 +69,18 @@ void info_print(const struct model_file *file, const struct tokenizer *tokenizer
     print_config(c);
     print_tokens(c, tokenizer);
     print_tensors(file);
-    puts("memory by context");
+    puts("memory by context    CPU          GPU");
     for (int context = 512; context < 2 * c->context; context *= 2) {
         struct plan plan;
         struct error ignored = {0};
         limits.context = context < c->context ? context : c->context;
         limits.chunk = limits.chunk < limits.context ? limits.chunk : limits.context;
-        if (plan_make(&plan, c, file->file_bytes - file->head_bytes, limits, &ignored)) return;
-        printf("  %-8d %10.1f MB\n", limits.context, (double)plan.bytes * 1e-6);
+        printf("  %-8d", limits.context);
+        for (int device = 0; device < 2; device++) {
+            limits.device = device;
+            if (plan_make(&plan, c, file->file_bytes - file->head_bytes, limits, &ignored)) break;
+            printf(" %10.1f MB", (double)plan.bytes * 1e-6);
+        }
+        puts("");
     }
 }

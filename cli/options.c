@@ -208,6 +208,13 @@ static int parse_option(struct options *options, int argc, char **argv, int *at,
     return store(options, option, value, error);
 }
 
+/* auto, cpu, cuda, or cuda: and a number of up to three digits. */
+static bool is_device(const char *name) {
+    if (!strcmp(name, "auto") || !strcmp(name, "cpu") || !strcmp(name, "cuda")) return true;
+    const size_t digits = strncmp(name, "cuda:", 5) ? 0 : strspn(name + 5, "0123456789");
+    return digits > 0 && digits <= 3 && !name[5 + digits];
+}
+
 /* What the options demand of one another. */
 static int check_together(const struct options *o, struct error *error) {
     int modes = o->bench + o->tokenize + o->info + o->check + (o->logits != NULL);
@@ -219,6 +226,9 @@ static int check_together(const struct options *o, struct error *error) {
     if (!o->model)
         return fail(error, EXIT_USAGE, "no model; try: ./run model.bin -p \"Once upon a time\"");
     if (o->tokenize && o->ids) return fail(error, EXIT_USAGE, "--tokenize needs text, found --ids");
+    if (!is_device(o->device))
+        return fail(error, EXIT_USAGE, "--device is %s, expected auto, cpu, cuda or cuda:N",
+                    o->device);
     return 0;
 }
 

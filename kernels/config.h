@@ -47,13 +47,18 @@ enum {
     CUDA_DECODE_ROWS = 16,
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
     CUDA_MATVEC_ROWS = 4,
-    /* Parts that decode attention cuts a row's positions into, at most, and the least positions of one:
-     * 8 kv heads x 16 parts fill 132 multiprocessors once. */
+    /* Parts that attention of few rows cuts a row's positions into, at most, and the least positions of
+     * one in f32; in bf16 cuda_attention_tile.cuh says when. */
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
     /* Positions up to which the cache counts as short: attention then takes little memory of a
      * multiprocessor rather than keep many bytes under way, and one block does a kv head. */
     CUDA_SHORT = 256,
+    /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
+     * cuda_few_rows.cu: 227 KB on data-centre chips from Hopper on, 99 KB on others of their age. */
+    CUDA_STREAM_SHARED = 200 << 10,
+    /* Device memory that a plan leaves free, for what the driver takes later: kernels' code, graphs. */
+    CUDA_RESERVE = 256 << 20,
     /* The largest head size: attention keeps its sums of a head in registers. */
     CUDA_LARGEST_HEAD = 256,
     /* u32 that kernels count in: zero between kernels. */

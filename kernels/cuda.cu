@@ -2,7 +2,7 @@
  * chooses its kernels by the number of rows:
  *
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
- *   2 to 16 rows    Hopper, bf16: cuda_few_rows.cu; weights pass once, the rows' inputs stay
+ *   up to 16 rows   Hopper, bf16: cuda_few_rows.cu; weights pass once, the rows' inputs stay
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
  *   more            cuda_matmul.cu (bf16), cuda_matmul_f32.cu
  *
@@ -13,9 +13,11 @@
 
 /* ---- regimes ---- */
 
+/* Hopper's own path, which later data-centre chips take as well. */
 static bool on_hopper(const struct engine *e) {
     const struct cuda_backend *b = backend_of(e);
-    return b->capability >= 90 && !b->general && e->config->weight_dtype == BF16;
+    return b->capability >= 90 && b->shared_bytes >= CUDA_STREAM_SHARED && !b->general &&
+           e->config->weight_dtype == BF16;
 }
 
 /* One row at the speed of memory. */

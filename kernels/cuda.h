@@ -23,7 +23,6 @@ struct cuda_backend {
     bool rows_set;              /* by the host since the last draw */
     int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
-    bool graphs;        /* steps of few rows are captured once and replayed */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
     /* by rows, classified rows, whether an id is drawn, whether the cache is short */
     cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1][2][2];
@@ -56,7 +55,7 @@ static inline void *cuda_layer_cache(const struct engine *e, enum region region,
 
 /* ---- errors ---- */
 
-/* Keeps the first failure: "cudaMalloc: out of memory (2)". Returns whether status is a failure. */
+/* Keeps the first failure: "CUDA: cudaStreamSynchronize: unspecified launch failure (...)". Returns whether status is a failure. */
 bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status);
 #define CUDA_TRY(b, call) cuda_failed(b, #call, call)
 
@@ -175,7 +174,8 @@ void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
 void cuda_draws_open(struct cuda_backend *b);
 void cuda_draws_close(struct cuda_backend *b);
 
-/* A draw from f32 [sampler->vocab] logits, the same as sampler_draw (model/sampler.h) makes it. Row 0
+/* A draw from f32 [sampler->vocab] logits, as sampler_draw (model/sampler.h) makes it; another id only
+ * where a rounding moves a boundary. Row 0
  * becomes the id at the position after last_row's, in that row's slot; the id comes to the host by
  * itself. logits may be changed. */
 struct cuda_draw {

@@ -4,6 +4,9 @@
 
 #include "kernels/cuda.h"
 
+/* Whether the program holds kernels for the current device. */
+bool cuda_has_code();
+
 int cuda_open(struct engine *e, struct error *error);
 size_t cuda_free_memory(const struct engine *e);
 int cuda_allocate(struct engine *e, struct error *error);

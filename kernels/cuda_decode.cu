@@ -283,8 +283,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all warps have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
  *           squares[] are written | read by other threads.
- * Order     weights are asked for before the kernel's wait, everything else after it, but slot and
- *           position (see embed in cuda_rows.cu).
+ * Order     weights, and the norm's, are asked for before the kernel's wait, everything else after it.
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times as
  *           many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F>
@@ -336,17 +335,21 @@ enum {
     LEAST_OUT = 116 << 10,
     RING_GATE_UP = 96 << 10
 };
+enum { STATIC_SHARED = 1 << 10 }; /* of a block, at most: barriers and the like */
 enum { RING_DOWN = 88 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
 
 template <mode M, class F>
 void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     const size_t stage = (size_t)F::STAGE * (size_t)p.K * 2;
-    const size_t blocks = (size_t)b->multiprocessors;
-    const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
     const size_t stages = std::min(std::max(ring / stage, (size_t)3), (size_t)MAX_STAGES);
+    size_t blocks = 0, shared;
+    do { /* more than one block a multiprocessor where the sums of a huge vocabulary need the room */
+        blocks += (size_t)b->multiprocessors;
+        const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
+        shared = stages * stage + rows * F::SLICES * sizeof(float);
+    } while (shared > (size_t)b->shared_bytes - STATIC_SHARED);
     p.stages = (int)stages;
     p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)3), stages);
-    const size_t shared = stages * stage + rows * F::SLICES * sizeof(float);
     cuda_launch(b, "decode", decode_kernel<M, F>, dim3((unsigned)blocks), THREADS,
                 std::max(shared, least), p);
 }

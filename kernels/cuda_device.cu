@@ -11,8 +11,13 @@
 
 bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status) {
     if (status == cudaSuccess) return b->error.code != 0;
-    if (!b->error.code)
-        fail(&b->error, EXIT_DEVICE, "CUDA: %s: %s (%s)", call, cudaGetErrorString(status),
+    if (b->error.code) return true;
+    const int name = (int)strcspn(call, "("); /* not the arguments as they stand in the source */
+    if (status == cudaErrorMemoryAllocation)
+        fail(&b->error, EXIT_MEMORY, "device memory, or pinned host memory: none left for %.*s",
+             name, call);
+    else
+        fail(&b->error, EXIT_DEVICE, "CUDA: %.*s: %s (%s)", name, call, cudaGetErrorString(status),
              cudaGetErrorName(status));
     return true;
 }
@@ -33,10 +38,13 @@ int cuda_report(const struct cuda_backend *b, struct error *error) {
 
 /* ---- the device ---- */
 
-bool cuda_usable(int number, char why[160]) {
+bool cuda_usable(const struct config *config, int number, char why[160]) {
     int count = 0, major = 0, driver = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+    if (config && config->head_dim > CUDA_LARGEST_HEAD)
+        snprintf(why, 160, "heads of %d dimensions: on a GPU at most %d can be run",
+                 config->head_dim, CUDA_LARGEST_HEAD);
+    else if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         snprintf(why, 160, "no NVIDIA driver is installed");
     else if (status != cudaSuccess)
         snprintf(why, 160, "CUDA: %s", cudaGetErrorString(status));
@@ -60,10 +68,6 @@ static void describe(struct engine *e, const cudaDeviceProp *device) {
 }
 
 int cuda_open(struct engine *e, struct error *error) {
-    if (e->config->head_dim > CUDA_LARGEST_HEAD)
-        return fail(error, EXIT_BAD_FILE,
-                    "heads of %d: on a GPU at most %d can be run; --device cpu takes this model",
-                    e->config->head_dim, CUDA_LARGEST_HEAD);
     struct cuda_backend *b = (struct cuda_backend *)calloc(1, sizeof *b);
     if (!b) return fail(error, EXIT_MEMORY, "host memory: none for the CUDA backend");
     e->backend = b;
@@ -75,8 +79,12 @@ int cuda_open(struct engine *e, struct error *error) {
     b->multiprocessors = device.multiProcessorCount;
     b->capability = device.major * 10 + device.minor;
     b->shared_bytes = (int)device.sharedMemPerBlockOptin;
-    b->graphs = true;
     describe(e, &device);
+    if (!b->error.code && !cuda_has_code())
+        fail(&b->error, EXIT_DEVICE,
+             "this program has no code for compute capability %d.%d: build it with make "
+             "CUDA_ARCHS=%d, or use --device cpu",
+             device.major, device.minor, b->capability);
     cuda_draws_open(b);
     return cuda_report(b, error);
 }
@@ -84,12 +92,14 @@ int cuda_open(struct engine *e, struct error *error) {
 size_t cuda_free_memory(const struct engine *e) {
     size_t available = 0, total = 0;
     (void)e;
-    return cudaMemGetInfo(&available, &total) == cudaSuccess ? available : 0;
+    if (cudaMemGetInfo(&available, &total) != cudaSuccess) return 0;
+    return available > CUDA_RESERVE ? available - CUDA_RESERVE : 0;
 }
 
 int cuda_allocate(struct engine *e, struct error *error) {
     struct cuda_backend *b = backend_of(e);
     const size_t available = cuda_free_memory(e);
+    if (available == 0 && CUDA_TRY(b, cudaGetLastError())) return cuda_report(b, error);
     if (e->plan.bytes > available) return engine_no_memory(e, "device", available, error);
     e->layer = (struct layer_weights *)calloc((size_t)e->config->layers, sizeof *e->layer);
     b->slots = (int32_t *)calloc((size_t)e->plan.limits.chunk, sizeof *b->slots);
@@ -113,12 +123,12 @@ void cuda_close(struct engine *e) {
         if (b->stream) cudaStreamSynchronize(b->stream);
         cuda_draws_close(b);
         cuda_graphs_close(b);
-        cudaFree(b->roof_memory);
+        if (b->roof_memory) cudaFree(b->roof_memory);
         if (b->stream) cudaStreamDestroy(b->stream);
         free(b->slots);
         free(b->positions);
     }
-    cudaFree(e->arena);
+    if (e->arena) cudaFree(e->arena); /* else it would make a context, only to free nothing */
     free(e->layer);
     free(b);
     e->backend = NULL;

@@ -40,7 +40,7 @@ void cuda_step(struct engine *e, struct rows rows,
     if (sampler) cuda_draw_begin(b, sampler, engine_region(e, REGION_DRAWS));
     if (b->error.code) return;
     if (forward != b->captured) cuda_graphs_close(b);
-    if (!b->graphs || rows.count > CUDA_GRAPH_ROWS) {
+    if (rows.count > CUDA_GRAPH_ROWS) {
         forward(e, rows);
         if (sampler) draw(e, rows, sampler);
     } else {

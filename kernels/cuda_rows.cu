@@ -118,6 +118,11 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) rope_kernel(ro
 
 } // namespace
 
+bool cuda_has_code() {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, embed_kernel<bf16>) == cudaSuccess;
+}
+
 /* ---- launchers ---- */
 
 void cuda_embed(struct engine *e, struct rows rows) {

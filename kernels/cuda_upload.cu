@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -14,13 +15,12 @@ namespace {
 enum { READERS = 6, BLOCK = 8 << 20, BUFFERS = 2 };
 
 struct upload {
-    struct engine *e;
     const struct model_file *file;
     char *to;
     size_t bytes;
-    std::atomic<size_t> next; /* block */
-    std::mutex mutex;         /* of failed and error */
-    size_t failed;            /* the lowest block that cannot be read */
+    std::atomic<size_t> next;   /* block */
+    std::mutex mutex;           /* of error */
+    std::atomic<size_t> failed; /* the lowest block that cannot be read; none above is begun */
     struct error *error;
 };
 
@@ -38,7 +38,9 @@ void read_blocks(struct upload *u, int device, char *pinned) {
     for (cudaEvent_t &event : copied)
         CUDA_TRY(&own, cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     size_t from = 0;
-    for (int i = 0; !own.error.code && (from = BLOCK * u->next.fetch_add(1)) < u->bytes; i++) {
+    for (int i = 0; !own.error.code; i++) {
+        from = BLOCK * u->next.fetch_add(1);
+        if (from >= std::min(u->bytes, u->failed.load())) break;
         const size_t left = u->bytes - from, bytes = std::min(left, (size_t)BLOCK);
         char *buffer = pinned + (size_t)(i % BUFFERS) * BLOCK;
         CUDA_TRY(&own, cudaEventSynchronize(copied[i % BUFFERS])); /* its last copy has left it */
@@ -62,7 +64,6 @@ int cuda_upload(struct engine *e, const struct model_file *file, struct error *e
     struct cuda_backend *b = backend_of(e);
     char *pinned = NULL;
     struct upload u = {};
-    u.e = e;
     u.file = file;
     u.to = (char *)engine_region(e, REGION_WEIGHTS);
     u.bytes = file->file_bytes - file->head_bytes;
@@ -71,9 +72,13 @@ int cuda_upload(struct engine *e, const struct model_file *file, struct error *e
     if (CUDA_TRY(b, cudaMallocHost((void **)&pinned, (size_t)READERS * BUFFERS * BLOCK)))
         return cuda_report(b, error);
     std::vector<std::thread> threads;
-    for (int i = 0; i < READERS; i++)
-        threads.emplace_back(read_blocks, &u, e->device_number,
-                             pinned + (size_t)i * BUFFERS * BLOCK);
+    try {
+        for (int i = 1; i < READERS; i++)
+            threads.emplace_back(read_blocks, &u, e->device_number,
+                                 pinned + (size_t)i * BUFFERS * BLOCK);
+    } catch (const std::system_error &) { /* no more threads to be had: fewer do it, too */
+    }
+    read_blocks(&u, e->device_number, pinned);
     for (std::thread &thread : threads) thread.join();
     CUDA_TRY(b, cudaFreeHost(pinned));
     if (u.failed < SIZE_MAX) return error->code;

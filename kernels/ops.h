@@ -38,7 +38,8 @@ struct ops {
     int (*open)(struct engine *e, struct error *error);
     /* Bytes that a plan may take now: what is free on the device, or in the machine. */
     size_t (*free_memory)(const struct engine *e);
-    /* Allocates engine.plan, all at once; nothing later allocates. EXIT_MEMORY: needed and free. */
+    /* Allocates engine.plan, all at once; nothing is allocated later but what measuring the roof takes,
+     * and a graph at the first step of its kind. EXIT_MEMORY: needed and free. */
     int (*allocate)(struct engine *e, struct error *error);
     /* Reads the weights from the file into place. EXIT_BAD_FILE. */
     int (*upload)(struct engine *e, const struct model_file *file, struct error *error);
@@ -113,8 +114,8 @@ struct engine {
 extern const struct ops cpu_ops;
 #ifdef WITH_CUDA
 extern const struct ops cuda_ops;
-/* Whether a GPU with this number can be used; why not, where it cannot. */
-bool cuda_usable(int number, char why[160]);
+/* Whether a GPU with this number can be used for such a model (NULL: for any); why not, where it cannot. */
+bool cuda_usable(const struct config *config, int number, char why[160]);
 #endif
 
 /* EXIT_MEMORY for a plan that is larger than what is free: one line with both, and the context that

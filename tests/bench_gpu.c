@@ -425,9 +425,17 @@ int main(int argc, char **argv) {
     static struct bench b;
     char why[160], device[160] = "";
     bool some_parts = false, some_models = false;
+    for (int i = 1; i < argc; i++) {
+        bool known = false;
+        for (int p = 0; p < PARTS; p++) known |= !strcmp(argv[i], parts[p].flag);
+        for (int m = 0; m < MODELS; m++) known |= !strcmp(argv[i], models[m].name);
+        if (known) continue;
+        fprintf(stderr, "bench_gpu: %s is no model and no flag of its first lines\n", argv[i]);
+        return 2;
+    }
     for (int i = 0; i < PARTS; i++) some_parts |= has(argc, argv, parts[i].flag);
     for (int i = 0; i < MODELS; i++) some_models |= has(argc, argv, models[i].name);
-    if (!cuda_usable(0, why)) {
+    if (!cuda_usable(NULL, 0, why)) {
         printf("skipped: %s\n", why);
         return 0;
     }

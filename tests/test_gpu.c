@@ -302,7 +302,7 @@ int main(int argc, char **argv) {
     char why[160];
     struct error error;
     for (int i = 1; i < argc; i++) quick |= !strcmp(argv[i], "--quick");
-    if (!cuda_usable(0, why)) {
+    if (!cuda_usable(NULL, 0, why)) {
         printf("skipped: %s\n", why);
         return 0;
     }

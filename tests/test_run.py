@@ -355,6 +355,8 @@ def test_options_that_need_a_model(bf16):
     refusal(2, bf16, "--bench", "--pp", "1,a")
     refusal(2, bf16, "-f", "/nonexistent")
     refusal(2, bf16, "-f", "/")
+    for name in ("cuda:", "cuda:-1", "cuda:1x", "cuda: 0", "cuda:4294967296", "CUDA", "gpu", ""):
+        assert "expected auto, cpu, cuda or cuda:N" in refusal(2, bf16, "--device", name)
     refusal(5, bf16, "--device", "cuda:9")
 
 

@@ -16,8 +16,11 @@ GPU = ("--device", "cuda")
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
     done = run(model("bf16"), "--ids", "1", "-n", 0, *GPU)
-    if done.returncode == 5:
-        pytest.skip(done.stderr.decode().strip().splitlines()[-1])
+    line = done.stderr.decode().strip().splitlines()[-1] if done.returncode else ""
+    if any(
+        why in line for why in ("no NVIDIA driver", "there are 0 GPUs", "has no CUDA", "8.0 is")
+    ):
+        pytest.skip(line)
     assert done.returncode == 0, done.stderr
 
 
