@@ -194,7 +194,7 @@ lint: deps
 	cppcheck --quiet --enable=warning,performance,portability --inline-suppr --error-exitcode=1 --std=c11 -I. \
 	    -DWITH_CUDA -DVERSION='""' -DCOMMIT='""' --suppress=missingIncludeSystem --suppress=invalidPointerCast $(SOURCES) run.c
 	clang-tidy --quiet --warnings-as-errors='*' $(SOURCES) run.c -- $(CHECKS)
-	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run
+	@$(MAKE) --no-print-directory build/clang/run CC=clang CXX=clang++ B=build/clang RUN=build/clang/run NVCC=
 	.venv/bin/ruff check export tests
 	.venv/bin/ruff format --check export tests
 
