@@ -163,17 +163,13 @@ static void cuda_classify(struct engine *e, struct rows rows) {
 
 /* ---- results ---- */
 
-static float *logits_row(const struct engine *e, int row) {
-    return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
-}
-
 static int cuda_take_id(struct engine *e, int32_t *id, struct error *error) {
     return cuda_take(backend_of(e), id, error);
 }
 
 static int cuda_read_logits(struct engine *e, int row, float *logits, struct error *error) {
     struct cuda_backend *b = backend_of(e);
-    CUDA_TRY(b, cudaMemcpyAsync(logits, logits_row(e, row),
+    CUDA_TRY(b, cudaMemcpyAsync(logits, cuda_logits(e, row),
                                 (size_t)e->config->vocab_used * sizeof *logits,
                                 cudaMemcpyDeviceToHost, b->stream));
     return cuda_finish(e, error);

@@ -53,6 +53,19 @@ static inline void *cuda_layer_cache(const struct engine *e, enum region region,
     return (char *)engine_region(e, region) + (size_t)layer * bytes;
 }
 
+/* f32 [V]: the logits of a classified row. */
+static inline float *cuda_logits(const struct engine *e, int row) {
+    return (float *)engine_region(e, REGION_LOGITS) + (size_t)row * (size_t)e->config->vocab;
+}
+
+/* f32 [T, 2, rotary_dims/2]: cosines and sines of the rows for a layer; NULL: it does not turn. */
+static inline const float *cuda_turns(const struct engine *e, int layer) {
+    const int table = e->config->layer[layer].rope_table;
+    if (table == NO_ID) return NULL;
+    return (const float *)engine_region(e, REGION_ROPE) +
+           (size_t)table * (size_t)e->plan.limits.chunk * (size_t)e->config->rotary_dims;
+}
+
 /* ---- errors ---- */
 
 /* Keeps the first failure: "CUDA: cudaStreamSynchronize: unspecified launch failure (...)". Returns whether status is a failure. */

@@ -389,7 +389,6 @@ bool cuda_decode_takes(const struct config *c) {
 
 void cuda_decode_qkv(struct engine *e, int layer) {
     const struct config *c = e->config;
-    const int table = c->layer[layer].rope_table;
     stream p = normed(e, e->layer[layer].qkv, e->layer[layer].norm_attention);
     p.H = c->heads;
     p.G = c->kv_heads;
@@ -402,9 +401,7 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     p.values = (bf16 *)cuda_layer_cache(e, REGION_VALUES, layer);
     p.slot = cuda_row_numbers(e, 1);
     p.position = cuda_row_numbers(e, 2);
-    if (table != NO_ID)
-        p.rope = (const float *)engine_region(e, REGION_ROPE) +
-                 (size_t)table * (size_t)e->plan.limits.chunk * 2 * (size_t)p.half;
+    p.rope = cuda_turns(e, layer);
     launch<QKV>(backend_of(e), p, cuda_is_short(backend_of(e), 1) ? RING_QKV_SHORT : RING_QKV);
 }
 

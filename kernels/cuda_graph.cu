@@ -6,8 +6,7 @@
 /* A draw from the last classified row. */
 static void draw(struct engine *e, struct rows rows, const struct sampler *sampler) {
     struct cuda_draw d = {};
-    d.logits = (float *)engine_region(e, REGION_LOGITS) +
-               (size_t)(rows.classified - 1) * (size_t)e->config->vocab;
+    d.logits = cuda_logits(e, rows.classified - 1);
     d.sampler = sampler;
     d.state = engine_region(e, REGION_DRAWS);
     d.tokens = cuda_row_numbers(e, 0);

@@ -161,13 +161,10 @@ void cuda_norm(struct engine *e, const float *gamma, int first, int count) {
 
 void cuda_rope(struct engine *e, int layer, struct rows rows) {
     const struct config *c = e->config;
-    const int table = c->layer[layer].rope_table;
     struct rotation p = {};
     p.half = c->rotary_dims / 2;
     p.qkv = (const float *)engine_region(e, REGION_QKV);
-    if (table != NO_ID)
-        p.rope = (const float *)engine_region(e, REGION_ROPE) +
-                 (size_t)table * (size_t)e->plan.limits.chunk * 2 * (size_t)p.half;
+    p.rope = cuda_turns(e, layer);
     p.slots = cuda_row_numbers(e, 1);
     p.positions = cuda_row_numbers(e, 2);
     p.q = engine_region(e, REGION_Q);

@@ -524,10 +524,7 @@ int cuda_take(struct cuda_backend *b, int32_t *id, struct error *error) {
         fail(&b->error, EXIT_INTERNAL, "no draw was made that could be taken");
     if (!b->error.code)
         CUDA_TRY(b, cudaEventSynchronize(draws->event[draws->taken % DRAW_WAITING]));
-    if (b->error.code) {
-        *error = b->error;
-        return error->code;
-    }
+    if (b->error.code) return cuda_report(b, error);
     const struct drawn drawn = draws->drawn[draws->taken++ % DRAW_WAITING];
     if (drawn.outcome == NOT_A_NUMBER)
         return fail(error, EXIT_INTERNAL,

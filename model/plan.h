@@ -35,8 +35,8 @@ enum region {
                       times the widest of C, H D and F | m [T, C], rows times the norm's weights */
     REGION_SCALES,   /* none | f32 [T], the norm's factor of a row */
     REGION_PARTS,    /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2] |
-                      f32 [T up to CUDA_DECODE_ROWS, CUDA_PARTS, H, D + 2]: what attention found in
-                      parts of the cache */
+                      f32 [T up to CUDA_DECODE_ROWS, CUDA_PARTS, H, D + 2] floats, laid out as
+                      each kernel likes: what attention found in parts of the cache */
     REGION_THREADS,  /* f32 [threads, THREAD_FLOATS], what a thread keeps to itself | none */
     REGION_COUNTERS, /* none | u32 [CUDA_COUNTERS], zero between kernels */
     REGION_DRAWS,    /* none | u32 [CUDA_DRAW_WORDS + 2 V], the sampler's */

@@ -210,18 +210,6 @@ static double median(double values[ROUNDS]) {
     return values[ROUNDS / 2];
 }
 
-static void forward(struct engine *e, struct rows rows) {
-    e->ops->embed(e, rows);
-    for (int l = 0; l < e->config->layers; l++) {
-        e->ops->qkv(e, l, rows);
-        e->ops->attend(e, l, rows);
-        e->ops->project(e, l, ATTENTION_OUT, rows);
-        e->ops->gate_up(e, l, rows);
-        e->ops->project(e, l, FEED_FORWARD_DOWN, rows);
-    }
-    if (rows.classified > 0) e->ops->classify(e, rows);
-}
-
 /* Seconds of one of `repeats` steps. */
 static double seconds_of_step(struct engine *e, struct rows rows, int repeats,
                               void (*work)(struct engine *, struct rows)) {
@@ -334,12 +322,6 @@ static void time_launches(struct engine *e, struct rows rows) {
         default: e->ops->classify(e, rows);
         }
     }
-}
-
-/* A step that only draws. */
-static void no_operators(struct engine *e, struct rows rows) {
-    (void)e;
-    (void)rows;
 }
 
 static void bench_draw(struct bench *b, const struct sampling *how, const char *name) {

@@ -34,12 +34,6 @@ static inline struct config drawing_config(int vocab) {
     return c;
 }
 
-/* A step that only draws, from logits that were written. */
-static inline void no_operators(struct engine *e, struct rows rows) {
-    (void)e;
-    (void)rows;
-}
-
 /* Some draws in a row with these settings, each on logits of its own: the ids of the CPU's sampler. The
  * drawn row is the last classified one; its id and next position become row 0's. */
 static inline void check_draws(int vocab, struct sampling sampling, int draws, float scale) {

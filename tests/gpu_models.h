@@ -5,18 +5,6 @@
 
 #include "tests/gpu_operators.h"
 
-static inline void forward(struct engine *e, struct rows rows) {
-    e->ops->embed(e, rows);
-    for (int l = 0; l < e->config->layers; l++) {
-        e->ops->qkv(e, l, rows);
-        e->ops->attend(e, l, rows);
-        e->ops->project(e, l, ATTENTION_OUT, rows);
-        e->ops->gate_up(e, l, rows);
-        e->ops->project(e, l, FEED_FORWARD_DOWN, rows);
-    }
-    if (rows.classified > 0) e->ops->classify(e, rows);
-}
-
 /* ---- what is right ---- */
 
 /* One layer of a whole sequence: x[T, C] becomes the next layer's. */

@@ -109,4 +109,23 @@ static inline void random_engine_close(struct random_engine *r) {
     r->engine.ops->close(&r->engine);
 }
 
+/* What run.c's forward does, over any table of operators. */
+static inline void forward(struct engine *e, struct rows rows) {
+    e->ops->embed(e, rows);
+    for (int l = 0; l < e->config->layers; l++) {
+        e->ops->qkv(e, l, rows);
+        e->ops->attend(e, l, rows);
+        e->ops->project(e, l, ATTENTION_OUT, rows);
+        e->ops->gate_up(e, l, rows);
+        e->ops->project(e, l, FEED_FORWARD_DOWN, rows);
+    }
+    if (rows.classified > 0) e->ops->classify(e, rows);
+}
+
+/* In its place for a step that only draws, from logits that were written. */
+static inline void no_operators(struct engine *e, struct rows rows) {
+    (void)e;
+    (void)rows;
+}
+
 #endif

@@ -9,18 +9,6 @@
 
 /* ---- whole models ---- */
 
-static void forward(struct engine *e, struct rows r) {
-    e->ops->embed(e, r);
-    for (int l = 0; l < e->config->layers; l++) {
-        e->ops->qkv(e, l, r);
-        e->ops->attend(e, l, r);
-        e->ops->project(e, l, ATTENTION_OUT, r);
-        e->ops->gate_up(e, l, r);
-        e->ops->project(e, l, FEED_FORWARD_DOWN, r);
-    }
-    e->ops->classify(e, r);
-}
-
 /* logits[n, V] of a sequence that goes through a fresh engine in chunks of these sizes, repeated.
  */
 static float *logits_in_chunks(struct config c, const int32_t *tokens, int n, const int *chunks,
