@@ -48,6 +48,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+constexpr float LOG2_E = 1.4426950408889634f; /* e^x = 2^(x log2 e) */
+
 /* ---- warps ---- */
 
 /* The sum over all lanes, in every lane, in one fixed order. */
@@ -75,7 +77,23 @@ __device__ __forceinline__ void start_dependents() {
 #endif
 }
 
+/* ---- blocks that count ---- */
+
+/* Counts up to last, then back to zero. Releases what this block has written, acquires what those
+ * that counted before have. */
+__device__ __forceinline__ unsigned count_up(unsigned *counter, unsigned last) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(last)
+                 : "memory");
+    return before;
+}
+
 /* ---- shared memory, asynchronous copies (sm_80) ---- */
+
+/* L2's policy for what is read once: evicted first. */
+constexpr uint64_t READ_ONCE = 0x12F0000000000000;
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -87,6 +105,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, boo
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+/* copy_async_16 for what is read once, so evicted from L2 first. */
+__device__ __forceinline__ void copy_async_once_16(uint32_t to, const void *from, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+                 "l"(from), "r"(bytes), "l"(READ_ONCE)
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -163,7 +189,7 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
                                           uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ull)
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(READ_ONCE)
                  : "memory");
 }
 

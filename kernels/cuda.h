@@ -29,7 +29,7 @@ struct cuda_backend {
     void (*captured)(struct engine *, struct rows); /* the forward pass that the graphs repeat */
     void *roof_memory;                              /* what the roof reads */
     size_t roof_bytes;
-    struct cuda_draws *draws; /* cuda_sample.cu */
+    struct cuda_draws *draws; /* cuda_draws.h */
 };
 
 static inline struct cuda_backend *backend_of(const struct engine *e) {
@@ -181,7 +181,7 @@ bool cuda_attention_decode_takes(int D);
 /* f32, any rows (cuda_attention_f32.cu). */
 void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
 
-/* ---- sampling (cuda_sample.cu) ---- */
+/* ---- sampling (cuda_sample.cu; cuda_draws.cu on the host) ---- */
 
 /* Pinned memory and events for what is drawn. */
 void cuda_draws_open(struct cuda_backend *b);

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int first = (gridDim.x - 1 - blockIdx.x) / a.G * C::ROWS; /* query of the block */
     const int own = first + warp * 16 * C::TILES;                   /* first query of the warp */
-    const float factor = a.scale * 1.44269504f;                     /* log2 e */
+    const float factor = a.scale * LOG2_E;
     start_dependents();
     wait_for_inputs();
 

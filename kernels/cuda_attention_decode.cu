@@ -81,17 +81,6 @@ static __device__ __forceinline__ struct part_store parts_of(const struct cuda_a
     return store;
 }
 
-/* Counts up to last, then back to zero. Releases what this block has written, acquires what those
- * that counted before have. */
-static __device__ __forceinline__ unsigned count_up(unsigned *counter, unsigned last) {
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(last)
-                 : "memory");
-    return before;
-}
-
 /* Whether this block is the last of its queries to have written its part. */
 static __device__ __forceinline__ bool last_to_write(const struct cuda_attention &a,
                                                      const struct work &w) {
@@ -194,7 +183,7 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
 #pragma unroll 1
     for (; item < S::depth; item++) request(place(item), item);
 
-    const float scale = a.scale * 1.4426950408889634f;
+    const float scale = a.scale * LOG2_E;
     const uint32_t row =
         lane % 8 * S::run_bytes + lane / 16 * S::row_bytes + lane / 8 % 2 * 16; /* for ldmatrix */
     float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];

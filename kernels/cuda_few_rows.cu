@@ -63,14 +63,6 @@ template <int TILES> __device__ __forceinline__ share share_of_block(const produ
     return own;
 }
 
-/* copy_async_16 for what is read once, so evicted from L2 first. */
-__device__ __forceinline__ void copy_async_once_16(uint32_t to, const void *from, bool valid) {
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
-                 "l"(from), "r"(bytes), "l"(0x12F0000000000000ull)
-                 : "memory");
-}
-
 /* Asks for this lane's part of the cursor's tile, one group of copies, and moves the cursor on.
  * The lane takes rows lane/4 and lane/4 + 8, of each the 16 bytes at 8 (lane % 4) and at 32
  * further. */
