@@ -17,9 +17,7 @@ GPU = ("--device", "cuda")
 def gpu():
     done = run(model("bf16"), "--ids", "1", "-n", 0, *GPU)
     line = done.stderr.decode().strip().splitlines()[-1] if done.returncode else ""
-    if any(
-        why in line for why in ("no NVIDIA driver", "no CUDA-capable", "has no CUDA", "8.0 is")
-    ):
+    if any(why in line for why in ("no NVIDIA driver", "no CUDA-capable", "has no CUDA", "8.0 is")):
         pytest.skip(line)
     assert done.returncode == 0, done.stderr
 
