@@ -52,7 +52,9 @@ enum {
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
     /* Positions up to which the cache counts as short: attention then takes little memory of a
-     * multiprocessor rather than keep many bytes under way, and one block does a kv head. */
+     * multiprocessor rather than keep many bytes under way. One row's parts travel within a cluster up to
+     * there; several rows are not cut into parts. */
+    CUDA_NEAR = 2048,
     CUDA_SHORT = 256,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
      * cuda_few_rows.cu: 227 KB on data-centre chips from Hopper on, 99 KB on others of their age. */

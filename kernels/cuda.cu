@@ -107,6 +107,8 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.scale = c->attention_scale;
     if (c->weight_dtype == F32)
         cuda_attention_f32(b, &a);
+    else if (rows.count == 1 && a.is_short && on_hopper(e) && cuda_attention_near_takes(&a))
+        cuda_attention_near(b, &a);
     else if (rows.count <= CUDA_DECODE_ROWS && cuda_attention_decode_takes(a.D))
         cuda_attention_decode(b, &a);
     else

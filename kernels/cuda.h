@@ -39,7 +39,8 @@ static inline struct cuda_backend *backend_of(const struct engine *e) {
 /* Whether the cache is short when the next step of so many rows has been made. Attention has a form for
  * either, and steps have a graph. */
 static inline bool cuda_is_short(const struct cuda_backend *b, int rows) {
-    return b->position + rows <= CUDA_SHORT;
+    const bool clusters = b->capability >= 90 && !b->general;
+    return b->position + rows <= (int)(rows == 1 && clusters ? CUDA_NEAR : CUDA_SHORT);
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
@@ -76,23 +77,26 @@ bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status);
 void cuda_launch_failed(struct cuda_backend *b, const char *kernel, dim3 grid, int threads,
                         size_t shared, cudaError_t status);
 
-/* Launches a kernel on the backend's stream. On sm_90 and later it may start before its predecessor
- * has ended (programmatic dependent launch), so every kernel calls wait_for_inputs() (cuda.cuh)
- * before it touches anything but weights. Shared memory above 48 KB is asked for here. */
+/* Launches a kernel on the backend's stream, blocks in clusters of so many. On sm_90 and later it may start
+ * before its predecessor has ended (programmatic dependent launch), so every kernel calls
+ * wait_for_inputs() (cuda.cuh) before it touches anything but weights. Shared memory above 48 KB is asked
+ * for here. */
 template <class... P, class... A>
-void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
-                 int threads, size_t shared, A... arguments) {
+void cuda_launch_clusters(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
+                          int cluster, int threads, size_t shared, A... arguments) {
     if (b->error.code) return;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = shared;
     config.stream = b->stream;
-    config.attrs = &attribute;
-    config.numAttrs = b->capability >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = b->capability < 90 ? 0 : cluster > 1 ? 2 : 1;
     cudaError_t status = cudaSuccess;
     /* All kernels ask for the same split of shared memory and L1: a multiprocessor changes it only when
      * it is empty, and then neighbours of the chain could not share one. */
@@ -102,6 +106,12 @@ void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...),
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, P(arguments)...);
     if (status != cudaSuccess) cuda_launch_failed(b, name, grid, threads, shared, status);
+}
+
+template <class... P, class... A>
+void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
+                 int threads, size_t shared, A... arguments) {
+    cuda_launch_clusters(b, name, kernel, grid, 1, threads, shared, arguments...);
 }
 
 /* ---- products ---- */
@@ -178,6 +188,9 @@ void cuda_attention_prefill(struct cuda_backend *b, const struct cuda_attention 
 void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a);
 /* Whether it has an instance for the head size; the others take every multiple of 8 up to 256. */
 bool cuda_attention_decode_takes(int D);
+/* One row of up to CUDA_NEAR positions on Hopper, bf16 (cuda_attention_near.cu). */
+bool cuda_attention_near_takes(const struct cuda_attention *a);
+void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a);
 /* f32, any rows (cuda_attention_f32.cu). */
 void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
 

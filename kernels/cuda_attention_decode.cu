@@ -3,66 +3,6 @@
 
 /* ---- merging ---- */
 
-/* A warp's result into shared memory. */
-template <class S, int SETS>
-static __device__ __forceinline__ void store_result(float *result, const float maximum[SETS],
-                                                    const float sum[SETS],
-                                                    const float found[SETS][S::D / 16][4]) {
-    constexpr int RECORD = S::record;
-    const int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
-#pragma unroll
-    for (int s = 0; s < SETS; s++, result += QUERIES * RECORD) {
-        float total = sum[s];
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
-        if (lane % 4 == 0)
-            *(float2 *)(result + row * RECORD + S::D) = make_float2(maximum[s], total);
-#pragma unroll
-        for (int i = 0; i < S::D / 16; i++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                result[(column + k % 2) * RECORD + 16 * i + row + k / 2 * 8] = found[s][i][k];
-    }
-}
-
-/* Four neighbouring dims of one query. */
-struct merged {
-    float maximum, sum;
-    float4 values;
-};
-
-static __device__ __forceinline__ void add_scaled(float4 &to, float factor, float4 x) {
-    to.x += factor * x.x, to.y += factor * x.y;
-    to.z += factor * x.z, to.w += factor * x.w;
-}
-
-/* The results of the first `count` warps, in their order. */
-template <class S>
-static __device__ __forceinline__ struct merged merge_results(const float *results, int count,
-                                                              int query, int dim) {
-    constexpr int RESULT = S::result;
-    const float *record = results + query * S::record;
-    struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-        if (i < count) m.maximum = fmaxf(m.maximum, record[i * RESULT + S::D]);
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-        if (i < count) {
-            const float2 sums = *(const float2 *)(record + i * RESULT + S::D);
-            const float factor = weight_of(sums.x, m.maximum);
-            m.sum += factor * sums.y;
-            add_scaled(m.values, factor, *(const float4 *)(record + i * RESULT + dim));
-        }
-    return m;
-}
-
-static __device__ __forceinline__ void write_out(bf16 *to, const struct merged &m) {
-    const float factor = 1.0f / m.sum;
-    *(uint2 *)to = make_uint2(pack_halves(m.values.x * factor, m.values.y * factor),
-                              pack_halves(m.values.z * factor, m.values.w * factor));
-}
-
 /* A row's parts: f32 [CUDA_PARTS, H, D] of values, then [CUDA_PARTS, H, 2] of maximum and sum. Both
  * point at part 0 of a query; the next part lies H D floats, or H pairs, on. */
 struct part_store {
@@ -132,12 +72,12 @@ static __device__ __forceinline__ struct merged merge_parts(const struct part_st
 /* The warps' results become the output, by way of parts where there are several. */
 template <class S>
 static __device__ __forceinline__ void merge(const struct cuda_attention &a, const struct work &w,
-                                             const float *results, int count) {
+                                             const float *results) {
     const int quads = (w.last - w.first) * (S::D / 4);
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads; i += THREADS) {
         const int query = w.first + i / (S::D / 4), dim = 4 * (i % (S::D / 4));
-        const struct merged m = merge_results<S>(results, count, query - w.first, dim);
+        const struct merged m = merge_results<S>(results, w, query - w.first, dim);
         if (w.count == 1) {
             write_out((bf16 *)a.out + w.at(a, query) + dim, m);
             continue;
@@ -157,72 +97,6 @@ static __device__ __forceinline__ void merge(const struct cuda_attention &a, con
 }
 
 /* ---- the kernel ---- */
-
-/* One pass over the positions of a part, by all warps. */
-template <class S, int SETS>
-static __device__ __forceinline__ void attend(const struct cuda_attention &a, const struct work &w,
-                                              struct ring<S> &ring, float *results) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.S * S::D;
-    const bf16 *keys = (const bf16 *)a.keys + start, *values = (const bf16 *)a.values + start;
-    /* Item 2n is K, 2n + 1 is V of this warp's tile n. */
-    auto tile_begin = [&](int n) { return w.begin + (warp + n * WARPS) * S::tile; };
-    auto request = [&](int slot, int item) {
-        const int begin = tile_begin(item / 2);
-        ring.request(slot, (item % 2 ? values : keys) + (size_t)begin * S::D, w.end - begin);
-    };
-    auto place = [&](int item) { return (ring.slot + item) % S::depth; };
-    const int older = w.length - a.T; /* positions below were written before this step */
-    int item = 0;
-#pragma unroll 1
-    for (; item < S::depth && tile_begin(item / 2) + S::tile <= older; item++)
-        request(place(item), item);
-    wait_for_inputs();
-    uint32_t queries[S::D / 16][2 * SETS];
-    load_queries<S, SETS>(queries, a, w);
-#pragma unroll 1
-    for (; item < S::depth; item++) request(place(item), item);
-
-    const float scale = a.scale * LOG2_E;
-    const uint32_t row =
-        lane % 8 * S::run_bytes + lane / 16 * S::row_bytes + lane / 8 % 2 * 16; /* for ldmatrix */
-    float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];
-    int limit[SETS];
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
-        maximum[s] = -INFINITY, sum[s] = 0.0f;
-        limit[s] = w.limit(w.row(w.first + s * QUERIES + lane / 4));
-    }
-#pragma unroll 1
-    for (int n = 0; tile_begin(n) < w.end; n++) {
-        const int begin = tile_begin(n);
-        float weights[S::columns][SETS][2];
-        ring.wait();
-        score_tile<S, SETS>(weights, queries, ring.place(ring.slot) + row);
-        __syncwarp(); /* K is read, before its place is taken */
-        request(ring.slot, 2 * n + S::depth);
-        ring.next();
-        int valid[SETS];
-#pragma unroll
-        for (int s = 0; s < SETS; s++) {
-#pragma unroll
-            for (int i = 0; i < 2 * S::columns; i++) weights[i / 2][s][i % 2] *= scale;
-            valid[s] = min(limit[s], w.end) - begin;
-            weigh_tile<S, SETS>(weights, s, valid[s], maximum[s], sum[s], found[s]);
-        }
-        ring.wait();
-        if (w.first_row == w.last_row || begin + S::tile <= w.limit(w.first_row))
-            add_values<S, SETS>(found, weights, ring.place(ring.slot) + row);
-        else
-            add_new_values<S, SETS>(found, weights, ring.place(ring.slot) + row, valid);
-        __syncwarp(); /* V is read, before its place is taken, by a tile or by the result */
-        request(ring.slot, 2 * n + 1 + S::depth);
-        ring.next();
-    }
-    store_result<S, SETS>(results + warp * S::result, maximum, sum, found);
-    __syncthreads(); /* the warps' results are written, before they are merged */
-    merge<S>(a, w, results, min((int)WARPS, divide_up(w.end - w.begin, S::tile)));
-}
 
 /* out[t, h] = softmax(scale q[t, h] K^T) V over positions 0 to positions[t] of slot slots[t].
  * In, out   q bf16 [T, H, D], out bf16 [T, H, D], K and V bf16 [slots, G, S, D]; nothing aliases.
@@ -257,10 +131,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int from = first, to; from < last; from = to) {
         to = together ? last : min(last, (cut.row(from) + 1) * cut.ratio);
         const struct work w = work_of(a, cut, from, to);
-        if (w.index < w.count)
+        if (w.index < w.count) {
             attend<S, SETS>(a, w, ring, (float *)shared);
-        else
+            merge<S>(a, w, (const float *)shared);
+        } else {
             wait_for_inputs();
+        }
         if (to < last) __syncthreads(); /* the results are read, before tiles take their place */
     }
 }

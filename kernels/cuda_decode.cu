@@ -34,13 +34,22 @@ struct stream {
 };
 
 /* How a kernel reads rows of K values: SLICES warps share a row, each lane holding VECTORS times 8 of its
- * inputs; WARPS / SLICES groups of warps take ROWS rows of a stage each. */
-template <int SLICES_, int VECTORS_, int ROWS_> struct form {
-    static constexpr int SLICES = SLICES_, VECTORS = VECTORS_, ROWS = ROWS_;
+ * inputs, of which the last PARTIAL may lie past the end; WARPS / SLICES groups of warps take ROWS rows of
+ * a stage each. */
+template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
+    static constexpr int SLICES = SLICES_, VECTORS = VECTORS_, ROWS = ROWS_, PARTIAL = PARTIAL_;
     static constexpr int STAGE = WARPS / SLICES * ROWS; /* rows */
-    static_assert(WARPS % SLICES == 0 && (ROWS & (ROWS - 1)) == 0,
+    static constexpr int PAIRS = (ROWS + 1) / 2;        /* that the tensor cores take at once */
+    static_assert(WARPS % SLICES == 0 && (ROWS == 1 || ROWS == 2 || ROWS == 4),
                   "rows fold into lanes by halves");
 };
+
+/* Of a thread. Three blocks of the chain share a multiprocessor, two of these and one of attention with
+ * 128 registers: a scheduler has 16384 for three warps each of the two and one of attention. */
+template <class F>
+constexpr int registers = F::VECTORS > 7                                       ? 168
+                          : F::VECTORS > 4 || F::SLICES<8 ? 72 : F::VECTORS> 2 ? 64
+                                                                               : 56;
 
 /* ---- units and rows ---- */
 
@@ -85,44 +94,49 @@ __device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *e
 
 /* ---- inputs ---- */
 
-/* This lane's inputs, as the bf16 values that the product takes, and where in a row's bytes they lie.
- * Lanes past the end hold zeros and look at the row's first chunk, whose weights count for nothing. */
-template <class F> struct inputs {
-    float x[F::VECTORS * 8];
-    int offset[F::VECTORS]; /* bytes */
-};
+/* This lane's inputs, two bf16 a word. Lanes past the end of a row hold zeros and look at its first chunk,
+ * whose weights count for nothing. */
+template <class F> struct inputs { uint32_t x[F::VECTORS * 4]; };
 
-template <class F> __device__ __forceinline__ bool chunk_of(int v, int K, int *chunk) {
-    const int slice = threadIdx.x / 32 % F::SLICES, lane = threadIdx.x % 32;
-    *chunk = (v * F::SLICES + slice) * 32 + lane;
-    return *chunk < K / 8;
+/* Which 8 inputs of a row are vector v of this lane, and whether the row has them. */
+template <class F> __device__ __forceinline__ int chunk_of(int v, int K, bool *valid) {
+    const int chunk =
+        v * F::SLICES * 32 + (int)threadIdx.x / 32 % F::SLICES * 32 + (int)threadIdx.x % 32;
+    *valid = v < F::VECTORS - F::PARTIAL || chunk < K / 8;
+    return *valid ? chunk : 0;
 }
+
+/* 8 floats from `from` on. */
+struct eight {
+    float4 a, b;
+    __device__ __forceinline__ float operator[](int i) const {
+        const float4 &half = i < 4 ? a : b;
+        return i % 4 == 0 ? half.x : i % 4 == 1 ? half.y : i % 4 == 2 ? half.z : half.w;
+    }
+};
 
 /* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not depend
  * on other kernels and is there before the wait. */
 template <class F>
 __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
+    eight gamma[F::VECTORS];
     float sum = 0;
-    int chunk;
+    bool valid;
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
-        const bool valid = chunk_of<F>(v, p.K, &chunk);
-        const float4 *from = (const float4 *)(p.gamma + (valid ? chunk : 0) * 8);
-        const float4 a = __ldg(from), b = __ldg(from + 1);
-        const float g[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        for (int i = 0; i < 8; i++) in.x[v * 8 + i] = valid ? g[i] : 0.0f;
-        in.offset[v] = valid ? chunk * 16 : 0;
+        const float4 *from = (const float4 *)p.gamma + chunk_of<F>(v, p.K, &valid) * 2;
+        gamma[v] = {__ldg(from), __ldg(from + 1)};
     }
     wait_for_inputs();
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
-        const bool valid = chunk_of<F>(v, p.K, &chunk);
-        const float4 *from = (const float4 *)(p.x + (valid ? chunk : 0) * 8);
-        const float4 a = __ldcg(from), b = __ldcg(from + 1);
-        const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        for (int i = 0; i < 8; i++) {
-            if (valid) sum += x[i] * x[i];
-            in.x[v * 8 + i] = __bfloat162float(__float2bfloat16_rn(x[i] * in.x[v * 8 + i]));
+        const float4 *from = (const float4 *)p.x + chunk_of<F>(v, p.K, &valid) * 2;
+        const eight x = {__ldcg(from), __ldcg(from + 1)};
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            if (valid) sum += x[i] * x[i] + x[i + 1] * x[i + 1];
+            const uint32_t pair = pack_halves(x[i] * gamma[v][i], x[i + 1] * gamma[v][i + 1]);
+            in.x[v * 4 + i / 2] = valid ? pair : 0;
         }
     }
     sum = warp_sum(sum);
@@ -133,77 +147,120 @@ template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, con
     wait_for_inputs();
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
-        int chunk;
-        const bool valid = chunk_of<F>(v, p.K, &chunk);
-        const uint4 w = __ldcg((const uint4 *)p.in + (valid ? chunk : 0));
+        bool valid;
+        const uint4 w = __ldcg((const uint4 *)p.in + chunk_of<F>(v, p.K, &valid));
         const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
-        for (int i = 0; i < 4; i++) {
-            in.x[v * 8 + 2 * i] = valid ? low_half(pairs[i]) : 0.0f;
-            in.x[v * 8 + 2 * i + 1] = valid ? high_half(pairs[i]) : 0.0f;
-        }
-        in.offset[v] = valid ? chunk * 16 : 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) in.x[v * 4 + i] = valid ? pairs[i] : 0;
     }
 }
 
 /* ---- the consumers ---- */
 
-/* This lane's part of the dot product of a row. */
-template <class F> __device__ __forceinline__ float dot(const inputs<F> &in, const char *row) {
-    float even = 0, odd = 0;
+/* Dot products on the tensor cores. Four neighbouring lanes hold a part of two rows and the same part of
+ * the inputs: as operand A, row p is part p of the first row of W and row p + 8 that of the second; as
+ * operand B, column p is part p of the inputs. Of their products those count where both are the same
+ * part. Seven eighths are for nothing, but it is a sixteenth of the instructions that multiply-adds would
+ * take, and a stage that lies there is done sooner: so a block that fell behind catches up.
+ *
+ * sums[pair][0] takes the first two words of both rows, sums[pair][1] the other two. A single row is cut
+ * in two instead: rows p are its first and third word, which sums[0][0] takes, rows p + 8 the others. */
+template <class F>
+__device__ __forceinline__ void multiply(float sums[F::PAIRS][2][4], const uint32_t x[4],
+                                         const uint4 w[F::ROWS]) {
+    if constexpr (F::ROWS == 1) {
+        const uint32_t both[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
+        multiply_add(sums[0][0], both, x[0], x[2]);
+        multiply_add(sums[0][1], both, x[1], x[3]);
+    } else {
 #pragma unroll
-    for (int v = 0; v < F::VECTORS; v++) {
-        const uint4 w = *(const uint4 *)(row + in.offset[v]);
-        const float *x = in.x + v * 8;
-        even = fmaf(low_half(w.x), x[0], even), odd = fmaf(high_half(w.x), x[1], odd);
-        even = fmaf(low_half(w.y), x[2], even), odd = fmaf(high_half(w.y), x[3], odd);
-        even = fmaf(low_half(w.z), x[4], even), odd = fmaf(high_half(w.z), x[5], odd);
-        even = fmaf(low_half(w.w), x[6], even), odd = fmaf(high_half(w.w), x[7], odd);
-    }
-    return even + odd;
-}
-
-/* Sums of ROWS values over the warp, with fewer shuffles than one butterfly a row: rows fold into halves
- * of the lanes first. Returns the sum of row *row, the same in 32 / ROWS neighbouring lanes. */
-template <int ROWS> __device__ __forceinline__ float fold(float sum[ROWS], int *row) {
-    const int lane = threadIdx.x % 32;
-    int distance = 16;
-    *row = 0;
-#pragma unroll
-    for (int n = ROWS / 2; n > 0; n /= 2, distance /= 2) {
-        const bool upper = lane & distance;
-#pragma unroll
-        for (int r = 0; r < n; r++) {
-            const float keep = upper ? sum[r + n] : sum[r], send = upper ? sum[r] : sum[r + n];
-            sum[r] = keep + __shfl_xor_sync(0xffffffffu, send, distance);
+        for (int pair = 0; pair < F::PAIRS; pair++) {
+            const uint4 a = w[2 * pair], b = w[2 * pair + 1];
+            const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
+            multiply_add(sums[pair][0], even, x[0], x[1]);
+            multiply_add(sums[pair][1], odd, x[2], x[3]);
         }
-        *row += upper ? n : 0;
     }
-    for (; distance > 0; distance /= 2) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
-    return sum[0];
 }
 
-/* Every row of the block against the inputs: partial[slice][row]. */
+/* Adds up the parts: part p's sums lie in lane 4 p + p / 2. Rows fold into halves of the parts first.
+ * Returns the sum of row `part` in the lane of part 0 to ROWS - 1. */
+template <class F> __device__ __forceinline__ float fold(const float sums[F::PAIRS][2][4]) {
+    const int part = threadIdx.x % 32 / 4;
+    float sum[F::PAIRS];
+#pragma unroll
+    for (int pair = 0; pair < F::PAIRS; pair++) {
+        const float(*s)[4] = sums[pair];
+        const float a = part % 2 ? s[0][1] : s[0][0], b = part % 2 ? s[0][3] : s[0][2];
+        const float c = part % 2 ? s[1][1] : s[1][0], d = part % 2 ? s[1][3] : s[1][2];
+        const float first = a + c, second = b + d; /* rows; of the cut one, a + d */
+        const float keep = F::ROWS == 1 ? a + d : part % 2 ? second : first;
+        const float send = F::ROWS == 1 ? a + d : part % 2 ? first : second;
+        sum[pair] = keep + __shfl_xor_sync(0xffffffffu, send, 4);
+    }
+    const bool upper = F::PAIRS > 1 && part & 2;
+    const float low = sum[0], high = sum[F::PAIRS - 1];
+    const float keep = upper ? high : low, send = upper ? low : high;
+    const float sum_of_four = keep + __shfl_xor_sync(0xffffffffu, send, 9);
+    return sum_of_four + __shfl_xor_sync(0xffffffffu, sum_of_four, 18);
+}
+
+/* Gives a stage back for a warp, once all its lanes have the weights in registers. An arrive alone may
+ * overtake reads of shared memory, so it is made to depend on them: seen has bits of everything that was
+ * read, and one more that is always set. */
+__device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
+    if (__all_sync(0xffffffffu, seen != 0) && threadIdx.x % 32 == 0)
+        barrier_arrive(shared_address(empty));
+}
+
+/* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up while
+ * the weights of the next one are on their way from shared memory. */
 template <class F>
 __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
                                         uint64_t *full, uint64_t *empty, float *partial, int rows) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int slice = warp % F::SLICES, first = warp / F::SLICES * F::ROWS;
-    const int stages = (rows + F::STAGE - 1) / F::STAGE, row_bytes = p.K * 2;
-    for (int i = 0, s = 0, parity = 0; i < stages; i++) {
+    constexpr int BATCH =
+        F::VECTORS > 4 || F::ROWS == 2 ? 2 : 4 / F::ROWS; /* vectors that are read at once */
+    const int warp = threadIdx.x / 32, part = threadIdx.x % 32 / 4;
+    const int slice = warp % F::SLICES, first = warp / F::SLICES * F::ROWS, row_bytes = p.K * 2;
+    const bool holds_sum = part < F::ROWS && threadIdx.x % 4 == part / 2;
+    float sums[F::PAIRS][2][4];
+    int row = first - F::STAGE + part; /* of the stage before: whose sum this lane holds */
+    auto store = [&] {
+        const float sum = fold<F>(sums);
+        if (holds_sum && row < rows) partial[slice * rows + row] = sum;
+    };
+#pragma unroll 1
+    for (int i = 0, s = 0, parity = 0; i * F::STAGE < rows; i++, row += F::STAGE) {
         const char *at = ring + (size_t)(s * F::STAGE + first) * row_bytes;
-        float sum[F::ROWS];
-        int row;
+        uint32_t seen = (uint32_t)p.stages;
         barrier_wait(shared_address(&full[s]), parity);
 #pragma unroll
-        for (int r = 0; r < F::ROWS; r++) sum[r] = dot<F>(in, at + (size_t)r * row_bytes);
-        const float total = fold<F::ROWS>(sum, &row);
-        row += i * F::STAGE + first;
-        if (lane % (32 / F::ROWS) == 0 && row < rows) partial[slice * rows + row] = total;
-        /* Only now: the sums have been made, so no lane's read of the stage is still on its way. */
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&empty[s]));
+        for (int v0 = 0; v0 < F::VECTORS; v0 += BATCH) {
+            uint4 w[BATCH][F::ROWS];
+#pragma unroll
+            for (int v = v0; v < v0 + BATCH && v < F::VECTORS; v++) {
+                bool valid;
+                const char *from = at + chunk_of<F>(v, p.K, &valid) * 16;
+#pragma unroll
+                for (int r = 0; r < F::ROWS; r++)
+                    w[v - v0][r] = *(const uint4 *)(from + r * row_bytes);
+            }
+            if (v0 == 0) {
+                if (i > 0) store();
+#pragma unroll
+                for (int k = 0; k < F::PAIRS * 8; k++) sums[k / 8][k / 4 % 2][k % 4] = 0;
+            }
+#pragma unroll
+            for (int v = v0; v < v0 + BATCH && v < F::VECTORS; v++) {
+                multiply<F>(sums, in.x + 4 * v, w[v - v0]);
+#pragma unroll
+                for (int r = 0; r < F::ROWS; r++) seen |= w[v - v0][r].x;
+            }
+        }
+        give_back(&empty[s], seen);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
+    if (rows > 0) store();
 }
 
 /* ---- what follows a product ---- */
@@ -253,6 +310,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
         for (int i = 0; i < F::SLICES; i++) sum += squares[i];
         factor = rsqrtf(sum / (float)p.K + p.eps);
     }
+#pragma unroll 1
     for (int u = threadIdx.x; u < units; u += CONSUMERS) {
         const int unit = first_unit + u;
         float sum[2] = {0, 0};
@@ -278,7 +336,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
  *           registers and reads every weight once, 16 bytes at a time. The ninth produces.
  * Shared    stages x F::STAGE rows of weights; partial f32 [SLICES][rows].
  * Bound     bytes: 2 K a row, each read once.
- * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by lane, over the lanes,
+ * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the parts,
  *           over the slices. The norm's factor is applied to the finished sums.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all warps have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
@@ -287,8 +345,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times as
  *           many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F>
-__global__ void __launch_bounds__(THREADS, F::VECTORS > 7 ? 1 : 2)
-    decode_kernel(const __grid_constant__ stream p) {
+__global__ void __maxnreg__(registers<F>) decode_kernel(const __grid_constant__ stream p) {
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
     __shared__ float squares[WARPS];
@@ -336,7 +393,7 @@ enum {
     RING_GATE_UP = 96 << 10
 };
 enum { STATIC_SHARED = 1 << 10 }; /* of a block, at most: barriers and the like */
-enum { RING_DOWN = 88 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
+enum { RING_DOWN = 112 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
 
 template <mode M, class F>
 void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
@@ -357,7 +414,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
 /* The form by K. Slices: few for short rows, whose lanes would idle. Rows: stages of about 16 KB. */
 template <mode M>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least = 0) {
-    if (p.K <= 1024) return launch_form<M, form<2, 2, 4>>(b, p, ring, least);
+    if (p.K <= 1024) return launch_form<M, form<2, 2, 4, 2>>(b, p, ring, least);
     if (p.K <= 1536) return launch_form<M, form<2, 3, 2>>(b, p, ring, least);
     if (p.K <= 2048) return launch_form<M, form<8, 1, 4>>(b, p, ring, least);
     if (p.K <= 4096) return launch_form<M, form<8, 2, 2>>(b, p, ring, least);
@@ -366,8 +423,8 @@ void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least =
     if (p.K <= 10240) return launch_form<PROJECT, form<8, 5, 1>>(b, p, ring, least);
     if (p.K <= 12288) return launch_form<PROJECT, form<8, 6, 1>>(b, p, ring, least);
     if (p.K <= 14336) return launch_form<PROJECT, form<8, 7, 1>>(b, p, ring, least);
-    if (p.K <= 20480) return launch_form<PROJECT, form<8, 10, 1>>(b, p, ring, least);
-    return launch_form<PROJECT, form<8, 14, 1>>(b, p, ring, least);
+    if (p.K <= 20480) return launch_form<PROJECT, form<8, 10, 1, 3>>(b, p, ring, least);
+    return launch_form<PROJECT, form<8, 14, 1, 4>>(b, p, ring, least);
 }
 
 /* The input of a product after a norm. */

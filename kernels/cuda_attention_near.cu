@@ -1,0 +1,183 @@
+/* Attention of one row over a near cache, on Hopper: a cluster of blocks shares a kv head's positions and
+ * merges its parts through shared memory. By way of global memory that takes 2.5 us longer, as fences and
+ * counters wait behind the stream of weights. */
+#include "kernels/cuda_attention_tile.cuh"
+
+namespace {
+
+enum { CLUSTER = 8 }; /* blocks at most: what every device grants */
+
+/* Blocks whose registers fit together: 128 a thread up to D = 128, so that a block fits beside two of
+ * cuda_decode.cu. */
+template <class S> constexpr int blocks_of_registers = S::D > 128 ? 2 : 4;
+
+/* What of four dims travels to the block that merges them. */
+enum { EXCHANGED = sizeof(float4) + sizeof(float2) };
+
+/* ---- shared memory of the cluster's other blocks ---- */
+
+/* The address of a block's copy of a shared variable. */
+__device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
+/* Stores that count on the barrier of the block where they arrive. */
+__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
+                 "{%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+                 "[%3];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+/* ---- the parts ---- */
+
+/* The row's positions in equal shares, one a block of the cluster; blocks past the last one have none. The
+ * queries are the heads of the kv head, all of row 0. */
+__device__ __forceinline__ struct work part_of_block(const struct cuda_attention &a, int parts) {
+    struct work w = {};
+    w.cut.ratio = a.H / a.G;
+    w.kv_head = blockIdx.x / parts;
+    w.last = w.cut.ratio;
+    w.slot = __ldcg(a.slots);
+    w.length = __ldcg(a.positions) + 1;
+    w.index = blockIdx.x % parts;
+    const int share = divide_up(divide_up(w.length, parts), PART_ROUND) * PART_ROUND;
+    const int size = max((int)PART_LEAST, share);
+    w.count = divide_up(w.length, size);
+    w.begin = w.index * size;
+    w.end = min(w.length, w.begin + size);
+    return w;
+}
+
+/* The blocks' results become the output. Four dims of a query are a quad: quad i of each part goes to
+ * block i % count, which merges them in the parts' order. received: f32 [count, share, 4], then
+ * [count, share, 2] of maximum and sum. */
+template <class S>
+__device__ __forceinline__ void exchange(const struct cuda_attention &a, const struct work &w,
+                                         const float *results, char *received, uint64_t *barrier) {
+    const int quads = w.last * (S::D / 4), share = divide_up(quads, w.count);
+    const int mine = (quads - w.index + w.count - 1) / w.count;
+    float4 *values = (float4 *)received;
+    float2 *sums = (float2 *)(values + w.count * share);
+    auto out = [&](int quad) {
+        return (bf16 *)a.out + w.at(a, quad / (S::D / 4)) + 4 * (quad % (S::D / 4));
+    };
+    if (threadIdx.x == 0 && w.count > 1)
+        barrier_expect(shared_address(barrier), (uint32_t)(mine * w.count * EXCHANGED));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        const struct merged m = merge_results<S>(results, w, i / (S::D / 4), 4 * (i % (S::D / 4)));
+        if (w.count == 1) {
+            write_out(out(i), m);
+            continue;
+        }
+        const int to = i % w.count, place = w.index * share + i / w.count;
+        const uint32_t there = address_in(to, shared_address(barrier));
+        send(address_in(to, shared_address(values + place)), m.values, there);
+        send(address_in(to, shared_address(sums + place)), make_float2(m.maximum, m.sum), there);
+    }
+    if (w.count == 1) return;
+    barrier_wait(shared_address(barrier), 0);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < mine; i += THREADS) {
+        struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+        for (int part = 0; part < w.count; part++)
+            m.maximum = fmaxf(m.maximum, sums[part * share + i].x);
+        for (int part = 0; part < w.count; part++) {
+            const float2 of_part = sums[part * share + i];
+            const float factor = weight_of(of_part.x, m.maximum);
+            m.sum += factor * of_part.y;
+            add_scaled(m.values, factor, values[part * share + i]);
+        }
+        write_out(out(i * w.count + w.index), m);
+    }
+}
+
+/* ---- the kernel ---- */
+
+/* out[h] = softmax(scale q[h] K^T) V over positions 0 to positions[0] of slot slots[0]: one row.
+ * In, out   as cuda_attention_decode, with T = 1.
+ * Grid      G clusters. A block owns a part of the positions, by its place in the cluster, and of the
+ *           merged result every count-th quad.
+ * Tensor    as cuda_attention_decode.
+ * cores
+ * Shared    a ring of tiles for each warp (cp.async); later the results; what the others send.
+ * Barriers  The cluster's: the mbarrier is ready | others' stores arrive at it. __syncthreads (attend):
+ *           the warps' results are written | merged. received: all parts' stores have arrived | they are
+ *           merged. No block leaves before all that is sent to it has arrived.
+ * Bound     latency: what is old is requested before the wait.
+ * Numerics  as cuda_attention_decode.
+ * Needs     as cuda_attention_decode. */
+template <class S, int SETS>
+__global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
+    attention_near(const __grid_constant__ struct cuda_attention a, int parts) {
+    extern __shared__ __align__(128) char shared[];
+    __shared__ uint64_t received;
+    start_dependents();
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&received), 1);
+        barriers_ready();
+    }
+    cluster_arrive();
+    const struct work w = part_of_block(a, parts);
+    cluster_wait();
+    if (w.index >= w.count) {
+        wait_for_inputs();
+        return;
+    }
+    struct ring<S> ring;
+    ring.open(shared);
+    attend<S, SETS>(a, w, ring, (float *)shared);
+    exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received);
+}
+
+/* ---- the launcher ---- */
+
+template <class S, int SETS>
+void launch_sets(struct cuda_backend *b, const struct cuda_attention *a) {
+    int parts = CLUSTER;
+    while (parts > 1 && parts * a->G > b->multiprocessors) parts /= 2;
+    const size_t quads = (size_t)(a->H / a->G) * (S::D / 4);
+    cuda_launch_clusters(b, "attention_near", attention_near<S, SETS>, dim3(parts * a->G), parts,
+                         THREADS, S::shared_bytes + (quads + CLUSTER) * EXCHANGED, *a, parts);
+}
+
+template <int D> void launch(struct cuda_backend *b, const struct cuda_attention *a) {
+    typedef geometry<D, true> S;
+    if (a->H / a->G > QUERIES)
+        launch_sets<S, S::most_sets>(b, a);
+    else
+        launch_sets<S, 1>(b, a);
+}
+
+} // namespace
+
+bool cuda_attention_near_takes(const struct cuda_attention *a) {
+    const int queries = a->D > 128 ? QUERIES : 2 * QUERIES;
+    return cuda_attention_decode_takes(a->D) && a->H % a->G == 0 && a->H / a->G <= queries;
+}
+
+void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a) {
+    switch (a->D) {
+    case 64: launch<64>(b, a); return;
+    case 80: launch<80>(b, a); return;
+    case 96: launch<96>(b, a); return;
+    case 128: launch<128>(b, a); return;
+    default: launch<256>(b, a);
+    }
+}
