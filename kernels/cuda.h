@@ -76,23 +76,26 @@ bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status);
 void cuda_launch_failed(struct cuda_backend *b, const char *kernel, dim3 grid, int threads,
                         size_t shared, cudaError_t status);
 
-/* Launches a kernel on the backend's stream. On sm_90 and later it may start before its predecessor
- * has ended (programmatic dependent launch), so every kernel calls wait_for_inputs() (cuda.cuh)
- * before it touches anything but weights. Shared memory above 48 KB is asked for here. */
+/* Launches a kernel on the backend's stream, blocks in clusters of so many. On sm_90 and later it may start
+ * before its predecessor has ended (programmatic dependent launch), so every kernel calls
+ * wait_for_inputs() (cuda.cuh) before it touches anything but weights. Shared memory above 48 KB is asked
+ * for here. */
 template <class... P, class... A>
-void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
-                 int threads, size_t shared, A... arguments) {
+void cuda_launch_clusters(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
+                          int cluster, int threads, size_t shared, A... arguments) {
     if (b->error.code) return;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = shared;
     config.stream = b->stream;
-    config.attrs = &attribute;
-    config.numAttrs = b->capability >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = b->capability < 90 ? 0 : cluster > 1 ? 2 : 1;
     cudaError_t status = cudaSuccess;
     /* All kernels ask for the same split of shared memory and L1: a multiprocessor changes it only when
      * it is empty, and then neighbours of the chain could not share one. */
@@ -102,6 +105,12 @@ void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...),
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, P(arguments)...);
     if (status != cudaSuccess) cuda_launch_failed(b, name, grid, threads, shared, status);
+}
+
+template <class... P, class... A>
+void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
+                 int threads, size_t shared, A... arguments) {
+    cuda_launch_clusters(b, name, kernel, grid, 1, threads, shared, arguments...);
 }
 
 /* ---- products ---- */
@@ -128,6 +137,10 @@ struct product {
 /* Many rows: cuda_matmul.cu (bf16, mma.sync) and cuda_matmul_f32.cu. */
 void cuda_matmul(struct cuda_backend *b, const struct product *p);
 void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
+
+/* From 2 rows on, bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to 64 rows. */
+bool cuda_matmul_hopper_takes(const struct product *p);
+void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
 
 /* Up to CUDA_MATVEC_ROWS rows, on any device (cuda_matvec.cu). */
 void cuda_matvec(struct cuda_backend *b, const struct product *p);

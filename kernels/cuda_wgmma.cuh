@@ -14,6 +14,11 @@
  * bytes of row r at c ^ (r mod 8). Panels start at multiples of 1024 bytes. */
 constexpr int PANEL_DEPTH = 64, PANEL_ROW_BYTES = 128, PANEL_ALIGNMENT = 1024;
 
+/* The first place for a panel from here on: what a block has as shared memory is aligned to less. */
+__device__ __forceinline__ uint32_t panel_aligned(uint32_t address) {
+    return (address + PANEL_ALIGNMENT - 1) / PANEL_ALIGNMENT * PANEL_ALIGNMENT;
+}
+
 /* wgmma's description of a panel. Its low bits are the address by 16, so a later row or column of
  * the same operand is an addition: 16 columns are WGMMA_COLUMNS_16, 8 rows WGMMA_ROWS_8.
  * next: bytes to the next panel of an operand whose rows are longer than one; only a transposed B wider
@@ -167,6 +172,13 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
+                                         uint64_t policy, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
+                 "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          uint64_t policy, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
@@ -190,12 +202,11 @@ __device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map,
                  : "memory");
 }
 __device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map, uint32_t barrier,
-                                            uint64_t policy, uint16_t blocks, int x, int y, int z,
-                                            int w) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %4, "
+                                            uint64_t policy, uint16_t blocks, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7}], [%2], %4, "
                  "%3;" ::"r"(to),
-                 "l"(map), "r"(barrier), "l"(policy), "h"(blocks), "r"(x), "r"(y), "r"(z), "r"(w)
+                 "l"(map), "r"(barrier), "l"(policy), "h"(blocks), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
