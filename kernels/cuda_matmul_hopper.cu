@@ -136,49 +136,48 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
 
 /* ---- what follows a product ---- */
 
-/* y (+)= scale sums: of columns n and n + 1 the pairs of two rows, 8 apart. */
-template <class S>
+/* Two neighbouring values, of which `left` exist. PAIRS: none or both do, and lie at a multiple of 8. */
+template <bool PAIRS> __device__ __forceinline__ float2 load_two(const float *from, int left) {
+    if (PAIRS) return left > 0 ? __ldcg((const float2 *)from) : float2{0, 0};
+    return {left > 0 ? __ldcg(from) : 0, left > 1 ? __ldcg(from + 1) : 0};
+}
+template <bool PAIRS> __device__ __forceinline__ void store_two(float *to, int left, float2 value) {
+    if (PAIRS) {
+        if (left > 0) *(float2 *)to = value;
+    } else {
+        if (left > 0) to[0] = value.x;
+        if (left > 1) to[1] = value.y;
+    }
+}
+
+/* y (+)= scale sums: of columns n and n + 1 of each octet the pairs of two rows, 8 apart. */
+template <class S, bool PAIRS>
 __device__ __forceinline__ void store_rows(const product &p, const float (&sums)[S::TILE_N / 2],
                                            const float (&scale)[2], int t, int n) {
     constexpr int OCTETS = S::TILE_N / 8;
-    constexpr int BATCH = 4; /* octets whose loads are under way together: what registers hold */
-    const bool add = p.epilogue == EPILOGUE_ADD;
-    const bool pairs = p.y_stride % 2 == 0 && (uintptr_t)p.y % 8 == 0;
-    float *const y = p.y + (size_t)t * p.y_stride + n;
+    constexpr int BATCH = 8; /* loads under way together: what registers hold */
 #pragma unroll
-    for (int first = 0; first < OCTETS; first += BATCH) {
-        float2 value[BATCH][2];
+    for (int half = 0; half < 2; half++) {
+        float *const y = p.y + (size_t)(t + 8 * half) * p.y_stride + n;
+        const int left = t + 8 * half < p.T ? p.N - n : 0;
+        const int before = p.epilogue == EPILOGUE_ADD ? left : 0;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++)
+        for (int first = 0; first < OCTETS; first += BATCH) {
+            float2 value[BATCH];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int column = (first + i) * 8;
-                const float *from = y + (size_t)half * 8 * p.y_stride + column;
-                value[i][half] = {0, 0};
-                if (!add || first + i >= OCTETS || t + half * 8 >= p.T) continue;
-                if (pairs && n + column + 1 < p.N) {
-                    value[i][half] = __ldcg((const float2 *)from);
-                } else {
-                    if (n + column < p.N) value[i][half].x = __ldcg(from);
-                    if (n + column + 1 < p.N) value[i][half].y = __ldcg(from + 1);
-                }
+            for (int i = 0; i < BATCH; i++)
+                if (first + i < OCTETS)
+                    value[i] = load_two<PAIRS>(y + 8 * (first + i), before - 8 * (first + i));
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int octet = first + i;
+                if (octet >= OCTETS) break;
+                const float *sum = sums + 4 * octet + 2 * half;
+                store_two<PAIRS>(
+                    y + 8 * octet, left - 8 * octet,
+                    {value[i].x + scale[half] * sum[0], value[i].y + scale[half] * sum[1]});
             }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int column = (first + i) * 8, sum = 4 * (first + i) + 2 * half;
-                float *to = y + (size_t)half * 8 * p.y_stride + column;
-                if (first + i >= OCTETS || t + half * 8 >= p.T) continue;
-                const float2 result = {value[i][half].x + scale[half] * sums[sum],
-                                       value[i][half].y + scale[half] * sums[sum + 1]};
-                if (pairs && n + column + 1 < p.N) {
-                    *(float2 *)to = result;
-                } else {
-                    if (n + column < p.N) to[0] = result.x;
-                    if (n + column + 1 < p.N) to[1] = result.y;
-                }
-            }
+        }
     }
 }
 
@@ -272,6 +271,7 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
     const uint64_t in = wgmma_panel(ring.memory + (S::TOGETHER ? group * 64 * PANEL_ROW_BYTES : 0));
     const uint64_t W = wgmma_panel(ring.memory + S::IN_BYTES);
     const int tiles = schedule.tiles_t * schedule.tiles_n;
+    const bool pairs = p.y_stride % 2 == 0 && p.N % 2 == 0 && (uintptr_t)p.y % 8 == 0;
     int passed = 0, turn = group;
     float sums[S::BLOCKS_64][S::TILE_N / 2];
     const auto give_turn = [&] {
@@ -298,8 +298,10 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
             const int column = tile.unit + lane % 4 * 2;
             if (p.epilogue == EPILOGUE_ACTIVATE)
                 activate_rows<S>(p, sums[block], scale[block], t + block * 64, tile.unit);
+            else if (pairs)
+                store_rows<S, true>(p, sums[block], scale[block], t + block * 64, column);
             else
-                store_rows<S>(p, sums[block], scale[block], t + block * 64, column);
+                store_rows<S, false>(p, sums[block], scale[block], t + block * 64, column);
         }
     }
 }
