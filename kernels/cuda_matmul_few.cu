@@ -25,10 +25,10 @@ enum {
     SHARED_BYTES_ADD = 116 << 10
 };
 
-/* How the units are dealt out: block b has groups [groups b / blocks, groups (b + 1) / blocks), in
- * `tiles` tiles that differ by one group at most, the larger ones of `units` units. */
+/* How the units are dealt out, in groups: `each` to a block, one more to the first `more`. A block takes
+ * them in `tiles` tiles that differ by one group at most, the larger ones of `units` units. */
 struct deal {
-    int groups, tiles, units;
+    int each, more, tiles, units;
     int stages, in_flight; /* of the ring; of W, on their way at most */
     int steps;             /* of K, in a tile */
 };
@@ -58,15 +58,18 @@ struct place {
     }
 };
 
-/* The tiles of a block. */
+/* The tiles of this block. */
 struct tile_walk {
-    int first, groups; /* of the block */
+    int first, each, more; /* groups: of the block, of a tile; tiles that have one more */
     __device__ __forceinline__ explicit tile_walk(const deal &d) {
-        first = (int)((long long)d.groups * blockIdx.x / gridDim.x);
-        groups = (int)((long long)d.groups * (blockIdx.x + 1) / gridDim.x) - first;
+        const int block = (int)blockIdx.x, groups = d.each + (block < d.more);
+        first = block * d.each + min(block, d.more);
+        each = groups / d.tiles;
+        more = groups - each * d.tiles;
     }
-    __device__ __forceinline__ int unit(const deal &d, int tile) const {
-        return (first + groups * tile / d.tiles) * GROUP;
+    /* First unit of a tile. */
+    __device__ __forceinline__ int unit(int tile) const {
+        return (first + tile * each + min(tile, more)) * GROUP;
     }
 };
 
@@ -79,7 +82,7 @@ __device__ void ask_for_weights(const CUtensorMap *tall, const CUtensorMap *low,
     place next = {0, 1}, landed = {0, 0};
     int asked = 0;
     for (int tile = 0; tile < d.tiles; tile++) {
-        const int unit = walk.unit(d, tile), units = walk.unit(d, tile + 1) - unit;
+        const int unit = walk.unit(tile), units = walk.unit(tile + 1) - unit;
         const CUtensorMap *map = units == d.units ? tall : low;
         for (int k = 0; k < d.steps * S::DEPTH; k += S::DEPTH) {
             const uint32_t full = shared_address(&barrier->W[next.stage]);
@@ -103,6 +106,7 @@ template <class S>
 __device__ void ask_for_rows(const CUtensorMap *map, const deal &d, uint32_t ring,
                              barriers *barrier) {
     place next = {0, 1};
+    prefetch_map(map);
     wait_for_inputs();
     for (int tile = 0; tile < d.tiles; tile++)
         for (int k = 0; k < d.steps * S::DEPTH; k += S::DEPTH) {
@@ -245,8 +249,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int t = 2 * (lane % 4);
     place next = {0, 0};
     for (int tile = 0; tile < d.tiles; tile++) {
-        const int unit = walk.unit(d, tile) + warp * 16 + lane / 4;
-        const int last = min(walk.unit(d, tile + 1), units_of(p));
+        const int unit = walk.unit(tile) + warp * 16 + lane / 4;
+        const int last = min(walk.unit(tile + 1), units_of(p));
         float sums[2][ROWS / 2];
         ahead<ROWS, ACTIVATE> ahead;
         ahead.load(p, t, unit, last);
@@ -264,9 +268,10 @@ int divide_up(int a, int b) {
 template <int ROWS, bool ACTIVATE> void launch(struct cuda_backend *b, const struct product *p) {
     using S = stage_form<ROWS, ACTIVATE>;
     deal d = {};
-    d.groups = divide_up(units_of(*p), GROUP);
-    const int blocks = std::min(b->multiprocessors, d.groups);
-    const int most = divide_up(d.groups, blocks);
+    const int groups = divide_up(units_of(*p), GROUP);
+    const int blocks = std::min(b->multiprocessors, groups), most = divide_up(groups, blocks);
+    d.each = groups / blocks;
+    d.more = groups % blocks;
     d.tiles = divide_up(most, MOST_GROUPS);
     d.units = divide_up(most, d.tiles) * GROUP;
     d.steps = divide_up(p->K, S::DEPTH);

@@ -112,6 +112,7 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
     int early = min(S::STAGES, schedule.steps); /* steps whose W has been asked for */
     const tile start = tile_at<S>(p, schedule, first, rank);
+    prefetch_map(in);
     for (int stage = 0; stage < early; stage++) {
         barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
         ask_for_weights<S>(W, p, ring, stage, start, stage * PANEL_DEPTH, rank);
