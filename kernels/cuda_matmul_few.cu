@@ -22,7 +22,9 @@ enum {
      * share one: attention leaves some multiprocessors emptier than others, two blocks of the next
      * product would move in there, and all later kernels would inherit the imbalance. */
     SHARED_BYTES = 96 << 10,
-    SHARED_BYTES_ADD = 116 << 10
+    SHARED_BYTES_ADD = 116 << 10,
+    /* Of more than 16 rows, whose panels would leave such a ring two or three stages. */
+    SHARED_BYTES_WIDE = 200 << 10
 };
 
 /* How the units are dealt out, in groups: `each` to a block, one more to the first `more`. A block takes
@@ -275,8 +277,10 @@ template <int ROWS, bool ACTIVATE> void launch(struct cuda_backend *b, const str
     d.tiles = divide_up(most, MOST_GROUPS);
     d.units = divide_up(most, d.tiles) * GROUP;
     d.steps = divide_up(p->K, S::DEPTH);
-    const int shared =
-        (p->epilogue == EPILOGUE_ADD ? SHARED_BYTES_ADD : SHARED_BYTES) - (int)sizeof(barriers);
+    const int block = ROWS > 16                     ? SHARED_BYTES_WIDE
+                      : p->epilogue == EPILOGUE_ADD ? SHARED_BYTES_ADD
+                                                    : SHARED_BYTES;
+    const int shared = block - (int)sizeof(barriers);
     const int beyond =
         (MOST_GROUPS * GROUP - d.units) * PANEL_ROW_BYTES; /* rows of A past a panel */
     d.stages = std::min((shared - PANEL_ALIGNMENT - beyond) / S::bytes(d.units), (int)MAX_STAGES);
