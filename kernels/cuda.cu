@@ -2,9 +2,10 @@
  * chooses its kernels by the number of rows:
  *
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
- *   up to 16 rows   Hopper, bf16: cuda_few_rows.cu; weights pass once, the rows' inputs stay
+ *   more            Hopper, bf16: cuda_matmul_few.cu, cuda_matmul_hopper.cu (wgmma)
+ *   up to 16 rows   Hopper, bf16, where those do not take the shape: cuda_few_rows.cu
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
- *   more            cuda_matmul.cu (bf16), cuda_matmul_f32.cu
+ *   more            elsewhere: cuda_matmul.cu (bf16), cuda_matmul_f32.cu
  *
  * Numerics  an input of a product is rounded to m (bf16 or f32) in every regime at the same point: x gamma
  *           before the norm's factor, q, k, v, what attention found, the activation. So regimes differ by
@@ -27,7 +28,9 @@ static bool streams(const struct engine *e, int T) {
 
 static void multiply(const struct engine *e, const struct product *p) {
     struct cuda_backend *b = backend_of(e);
-    if (p->T <= CUDA_DECODE_ROWS && on_hopper(e))
+    if (p->T > 1 && on_hopper(e) && b->capability == 90 && cuda_matmul_hopper_takes(p))
+        cuda_matmul_hopper(b, p);
+    else if (p->T <= CUDA_DECODE_ROWS && on_hopper(e))
         cuda_few_rows(b, p);
     else if (p->T <= CUDA_MATVEC_ROWS)
         cuda_matvec(b, p);

@@ -139,6 +139,10 @@ struct product {
 void cuda_matmul(struct cuda_backend *b, const struct product *p);
 void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 
+/* From 2 rows on, bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to 64 rows. */
+bool cuda_matmul_hopper_takes(const struct product *p);
+void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
+
 /* Up to CUDA_MATVEC_ROWS rows, on any device (cuda_matvec.cu). */
 void cuda_matvec(struct cuda_backend *b, const struct product *p);
 

@@ -1,0 +1,35 @@
+/* What the two forms of the product on sm_90 share on the host: cuda_matmul_few.cu, cuda_matmul_hopper.cu. */
+#ifndef KERNELS_CUDA_MATMUL_HOPPER_H
+#define KERNELS_CUDA_MATMUL_HOPPER_H
+
+#include "kernels/cuda_tensor_map.h"
+
+/* Rows up to which they are the narrow side of the tensor cores' products, and W the 64-row side. */
+enum { MATMUL_FEW = 64 };
+
+/* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up row. */
+__host__ __device__ inline int units_of(const struct product &p) {
+    return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
+}
+
+/* Up to MATMUL_FEW rows. */
+void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
+
+/* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, so many units, one side. */
+inline bool cuda_weight_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p,
+                            int box_units) {
+    struct tensor_view t = {};
+    t.start = p.W;
+    t.rank = 3;
+    t.size[0] = (uint64_t)p.K;
+    t.size[1] = (uint64_t)units_of(p);
+    t.size[2] = (uint64_t)(p.N / units_of(p));
+    t.stride[1] = t.size[0] * 2;
+    t.stride[2] = t.size[1] * t.stride[1];
+    t.box[0] = 64;
+    t.box[1] = (uint32_t)box_units;
+    t.box[2] = 1;
+    return cuda_tensor_map(b, map, &t);
+}
+
+#endif
