@@ -45,6 +45,9 @@ CUDA_ARCHS    ?= 80 86 89 90a
 CUDA_GENCODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_90,code=compute_90
 HOPPER_SOURCE := kernels/cuda_decode.cu kernels/cuda_few_rows.cu
 HOPPER_ARCHS  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
+# wgmma is in sm_90a alone: later devices have no code for it, nor does PTX.
+WGMMA_SOURCE  := kernels/cuda_attention_hopper.cu
+WGMMA_ARCHS   := -gencode arch=compute_90a,code=sm_90a
 NVCCFLAGS     ?= -O3
 CUDA_FLAGS    := -std=c++17 $(NVCCFLAGS) -lineinfo -DWITH_CUDA -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fPIE
 CUDA_LIBS     := $(if $(NVCC),-L$(dir $(NVCC))../lib64 -lcudart_static -ldl -lrt)
@@ -85,7 +88,7 @@ $(B)/%.o: %.cc $(B)/flags
 $(B)/%.o: %.cu $(B)/flags
 	@mkdir -p $(@D)
 	@echo 'nvcc $<'
-	@$(NVCC) $(CUDA_FLAGS) $(if $(filter $<,$(HOPPER_SOURCE)),$(HOPPER_ARCHS),$(CUDA_GENCODE)) -c $< -o $@
+	@$(NVCC) $(CUDA_FLAGS) $(if $(filter $<,$(WGMMA_SOURCE)),$(WGMMA_ARCHS),$(if $(filter $<,$(HOPPER_SOURCE)),$(HOPPER_ARCHS),$(CUDA_GENCODE))) -c $< -o $@
 
 $(B)/cli/options.o: DEFINES := -DVERSION='"$(VERSION)"'
 $(B)/cli/bench.o $(B)/tests/bench_gpu.o: DEFINES = -DCOMMIT='"$(shell cat $(B)/commit)"'
