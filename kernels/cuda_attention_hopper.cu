@@ -5,18 +5,19 @@
  *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, S, D].
  * Bound     the card's power: 4 H D FLOPs for each pair of a row and a position that it sees, at
  *           98 to 103 % of what cuBLAS sustains in the same run (D = 128, 8192 positions and more).
- * Tile      a warpgroup owns 64 queries: SPAN = 64 / (H/G) rows of all H/G heads of a group, row by
- *           row, which one box of the copy engine brings. So they all end at nearly the same
- *           position: only the tile's first blocks need a mask, and of the first one the right half
- *           is skipped where no row sees it. Three warpgroups share each block of K and V; two
- *           where tiles are few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
+ * Tile      a warpgroup owns 64 queries: 64 / (H/G) rows of all H/G heads of a group, row by row,
+ *           which one box of the copy engine brings. So they all end at nearly the same position:
+ *           only a tile's last blocks need a mask, and of the last one the right half is skipped
+ *           where no row sees it. Three warpgroups share each block of K and V; two where tiles are
+ *           few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
  * Warps     consumers   S = Q K^T from shared memory, softmax in registers, P = bf16(S) takes over
  *                       S's registers and is an operand of O += P V. Nothing overlaps within a
  *                       warpgroup: the three hide each other. That is why three fit: 64 sums of S
  *                       and 64 of O leave 32 registers of 160.
  *           producer    one thread draws tiles from a counter, longest first, and copies Q, then K
  *                       and V from a tile's last block to its first; it runs ahead into the next.
- *           cleaner     one warp: V rows that a later row of the tile alone sees. See Numerics.
+ *           cleaner     one warp: rows of V that some rows of the tile do not see (Numerics). It is
+ *                       done before the scores of their block are weighed.
  * Memory    Q twice, so that the next tile's is there in time; the result leaves through the memory
  *           its Q came in. K and V in two stages each (D = 256: V in one). Panels of 64 columns,
  *           whose pieces of 16 bytes the copy engine swizzles. D = 128: 224 KB; D = 64: 112 KB.
@@ -24,10 +25,10 @@
  * Numerics  scores, sums and O f32, the weights rounded to bf16 for the second product; 2^x with
  *           scale log2 e folded in. A weight's reference follows the row's maximum once that is
  *           more than 8 ahead in log2, each row for itself. Scores past a row's own position become
- *           -inf by selection, weight 0. What 0 times could not end, NaN and infinities in V, is
- *           ended by the cleaner: rows past the tile's last position become zeros, and so do rows
- *           with such a value that some row of the tile does not see; those that do become NaN. So
- *           a row's bytes depend on what it sees alone: the same in any chunk, tile or run.
+ *           -inf by selection, and their weights 0. Where 0 times V would be no number, the cleaner
+ *           steps in: rows past the tile's last position become zeros, whatever they hold, and so
+ *           do rows with a NaN or an infinity, which make all rows that see them NaN. So a row's
+ *           bytes depend on nothing but what it sees: the same in any chunk, tile and run.
  * Needs     D = 64, 80, 96, 128 or 256; H/G at most 64; scale > 0; pointers on 16 bytes. */
 #include "kernels/cuda_attention_hopper.cuh"
 #include "kernels/cuda_tensor_map.h"
