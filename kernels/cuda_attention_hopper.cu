@@ -40,8 +40,9 @@ namespace {
 
 /* ---- consumers: the two products ---- */
 
-/* Both are issued, committed and awaited within one straight piece of code: ptxas serialises every wgmma
- * of a kernel in which one pipeline crosses a branch, and where two branches write one array of sums. */
+/* Both are issued, committed and awaited within one straight piece of code: ptxas serialises every
+ * wgmma of a kernel (notes C75..) in which one pipeline crosses a branch, or two branches write one
+ * array of sums by products of different widths. */
 
 /* s = Q K^T for 2 N positions; meanwhile() runs while the tensor cores work. */
 template <class C, int N, class F>
@@ -89,8 +90,8 @@ template <int N> __device__ __forceinline__ void mask(float (&s)[N], int seen_0,
         if (i / 4 * 8 + i % 2 > (i / 2 % 2 ? seen_1 : seen_0)) s[i] = -INFINITY;
 }
 
-/* Scores become weights. keep: what o must be multiplied by, where it returns true for a row of the warp.
- * top starts as -2^100, finite, so that a row which sees nothing in a block finds weights of 0. */
+/* Scores become weights. keep: what o must be multiplied by, where it returns true for a row of the
+ * warp. top starts as -2^100, finite, so that a row which sees nothing in a block finds weights of 0. */
 template <int N>
 __device__ __forceinline__ bool weigh(float (&s)[N], rows_found &found, float (&keep)[2],
                                       float factor) {
@@ -286,8 +287,8 @@ bool map_tensor(struct cuda_backend *b, CUtensorMap *map, const void *start, con
     return cuda_tensor_map(b, map, &t);
 }
 
-/* q or out as D, heads of a group, rows, groups: a box is all heads of as many rows as make up 64 queries
- * at most. Rows past T read zeros and are not written. */
+/* q or out as D, heads of a group, rows, groups: a box is all heads of as many rows as make up 64
+ * queries at most. Rows past T read zeros and are not written. */
 bool map_queries(struct cuda_backend *b, CUtensorMap *map, const void *q,
                  const struct cuda_attention *a) {
     const uint64_t head = (uint64_t)a->D * 2, per_group = (uint64_t)(a->H / a->G);

@@ -239,8 +239,8 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
 
 /* ---- the cleaner: one warp ---- */
 
-/* Sets a row of V to zeros where no row of the tile sees it, or where it holds a NaN or an infinity; returns
- * whether it does. Every lane takes a row, and begins at another piece of it: no conflicts. */
+/* Sets a row of V to zeros where no row of the tile sees it, or where it holds a NaN or an infinity;
+ * returns whether it does. Every lane takes a row, and begins at another piece of it: no conflicts. */
 template <class C> __device__ __forceinline__ bool clean_row(uint32_t row, bool seen) {
     const __nv_bfloat162 zero = __float2bfloat162_rn(0);
     __nv_bfloat162 sum = zero; /* 0 times everything */
