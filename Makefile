@@ -46,7 +46,7 @@ CUDA_GENCODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(
 HOPPER_SOURCE := kernels/cuda_decode.cu kernels/cuda_few_rows.cu kernels/cuda_attention_near.cu
 HOPPER_ARCHS  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
 # wgmma is in sm_90a alone: later devices have no code for it, nor does PTX.
-WGMMA_SOURCE  := kernels/cuda_matmul_hopper.cu kernels/cuda_matmul_few.cu
+WGMMA_SOURCE  := kernels/cuda_matmul_hopper.cu kernels/cuda_matmul_few.cu kernels/cuda_attention_hopper.cu
 WGMMA_ARCHS   := -gencode arch=compute_90a,code=sm_90a
 NVCCFLAGS     ?= -O3
 CUDA_FLAGS    := -std=c++17 $(NVCCFLAGS) -lineinfo -DWITH_CUDA -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fPIE

@@ -114,6 +114,8 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
         cuda_attention_near(b, &a);
     else if (rows.count <= CUDA_DECODE_ROWS && cuda_attention_decode_takes(a.D))
         cuda_attention_decode(b, &a);
+    else if (on_hopper(e) && b->capability == 90 && cuda_attention_hopper_takes(&a))
+        cuda_attention_hopper(b, &a);
     else
         cuda_attention_prefill(b, &a);
 }

@@ -187,6 +187,10 @@ struct cuda_attention {
 
 /* Rows that are consecutive positions of one slot, bf16 (cuda_attention.cu, mma.sync). */
 void cuda_attention_prefill(struct cuda_backend *b, const struct cuda_attention *a);
+/* The same on Hopper (cuda_attention_hopper.cu, wgmma: compute capability 9.0 alone), and whether it
+ * takes the head size and the number of heads. */
+void cuda_attention_hopper(struct cuda_backend *b, const struct cuda_attention *a);
+bool cuda_attention_hopper_takes(const struct cuda_attention *a);
 /* Up to CUDA_DECODE_ROWS rows of any slots and positions, bf16 (cuda_attention_decode.cu): splits of the
  * cache, merged in a fixed order. */
 void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a);
