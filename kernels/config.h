@@ -52,10 +52,12 @@ enum {
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
     /* Positions up to which the cache counts as short: attention then takes little memory of a
-     * multiprocessor rather than keep many bytes under way. One row's parts travel within a cluster up to
-     * there; several rows are not cut into parts. */
-    CUDA_NEAR = 2048,
+     * multiprocessor rather than keep many bytes under way, and one block does a kv head. */
     CUDA_SHORT = 256,
+    /* The same for one row on Hopper, times the head size: 768 positions of 128, 1536 of 64. A cluster
+     * shares them. 8B (128) after 500, 1000, 2000: 3702, 3734, 3816 us a step against 3705 at 1000 and
+     * 3759 at 2000 with the form for long ones; 1B (64): 705, 714, 735 against 742 and 756. */
+    CUDA_NEAR_VALUES = 96 << 10,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
      * cuda_few_rows.cu: 227 KB on data-centre chips from Hopper on, 99 KB on others of their age. */
     CUDA_STREAM_SHARED = 200 << 10,

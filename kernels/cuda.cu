@@ -106,7 +106,7 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.G = c->kv_heads;
     a.D = c->head_dim;
     a.S = e->plan.limits.context;
-    a.is_short = cuda_is_short(b, rows.count);
+    a.is_short = cuda_is_short(e, rows.count);
     a.scale = c->attention_scale;
     if (c->weight_dtype == F32)
         cuda_attention_f32(b, &a);

@@ -38,9 +38,11 @@ static inline struct cuda_backend *backend_of(const struct engine *e) {
 
 /* Whether the cache is short when the next step of so many rows has been made. Attention has a form for
  * either, and steps have a graph. */
-static inline bool cuda_is_short(const struct cuda_backend *b, int rows) {
-    const bool clusters = b->capability >= 90 && !b->general;
-    return b->position + rows <= (int)(rows == 1 && clusters ? CUDA_NEAR : CUDA_SHORT);
+static inline bool cuda_is_short(const struct engine *e, int rows) {
+    const struct cuda_backend *b = backend_of(e);
+    const bool clusters = rows == 1 && b->capability >= 90 && !b->general;
+    const int most = clusters ? CUDA_NEAR_VALUES / e->config->head_dim : CUDA_SHORT;
+    return b->position + rows <= most;
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
@@ -196,7 +198,7 @@ bool cuda_attention_hopper_takes(const struct cuda_attention *a);
 void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a);
 /* Whether it has an instance for the head size; the others take every multiple of 8 up to 256. */
 bool cuda_attention_decode_takes(int D);
-/* One row of up to CUDA_NEAR positions on Hopper, bf16 (cuda_attention_near.cu). */
+/* One row over a short cache on Hopper, bf16 (cuda_attention_near.cu). */
 bool cuda_attention_near_takes(const struct cuda_attention *a);
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a);
 /* f32, any rows (cuda_attention_f32.cu). */

@@ -382,18 +382,21 @@ __global__ void __maxnreg__(registers<F>) decode_kernel(const __grid_constant__ 
 
 /* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a multiprocessor
  * together (227 KB), so that one fills its ring while the other drains; qkv, attention over a short cache
- * (34 KB) and the product after it all three. The kernel after attention has
- * to take more than half: attention leaves multiprocessors empty, and two of its blocks in one of them
- * would hold up the whole chain (66.8 instead of 92.7 % of the roof on the 8B shape). */
+ * (37 KB) and the product after it all three. But no multiprocessor may have room for two blocks of a
+ * kernel when the first ones are placed: others would get none, and the next kernels inherit that. So the
+ * kernel after attention, which leaves multiprocessors empty, takes more than half (66.8 instead of 92.7 %
+ * of the roof on the 8B shape without it), and down leaves room for one block of qkv, not for two. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
     RING_OUT = 112 << 10,
     LEAST_OUT = 116 << 10,
-    RING_GATE_UP = 96 << 10
+    RING_GATE_UP = 96 << 10,
+    RING_DOWN = 112 << 10,
+    RING_CLASSIFY = 64 << 10,
+    IN_FLIGHT = 48 << 10,
+    STATIC_SHARED = 1 << 10 /* of a block, at most: barriers and the like */
 };
-enum { STATIC_SHARED = 1 << 10 }; /* of a block, at most: barriers and the like */
-enum { RING_DOWN = 112 << 10, RING_CLASSIFY = 64 << 10, IN_FLIGHT = 48 << 10 };
 
 template <mode M, class F>
 void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
@@ -459,7 +462,7 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     p.slot = cuda_row_numbers(e, 1);
     p.position = cuda_row_numbers(e, 2);
     p.rope = cuda_turns(e, layer);
-    launch<QKV>(backend_of(e), p, cuda_is_short(backend_of(e), 1) ? RING_QKV_SHORT : RING_QKV);
+    launch<QKV>(backend_of(e), p, cuda_is_short(e, 1) ? RING_QKV_SHORT : RING_QKV);
 }
 
 void cuda_decode_project(struct engine *e, int layer, enum projection which) {

@@ -44,7 +44,7 @@ void cuda_step(struct engine *e, struct rows rows,
         if (sampler) draw(e, rows, sampler);
     } else {
         cudaGraphExec_t *graph =
-            &b->graph[rows.count][rows.classified][sampler != NULL][cuda_is_short(b, rows.count)];
+            &b->graph[rows.count][rows.classified][sampler != NULL][cuda_is_short(e, rows.count)];
         if (!*graph && !capture(e, rows, forward, sampler, graph)) return;
         b->captured = forward;
         CUDA_TRY(b, cudaGraphLaunch(*graph, b->stream));

@@ -115,6 +115,22 @@ static void operators_after_long_caches(void) {
         }
 }
 
+/* One row's parts of the cache, which clusters of blocks share up to some length: around their sizes and
+ * that length, for heads of every kind and kv heads that leave a cluster 8, 4, 2 blocks or 1. */
+static void one_row_over_caches_of_any_length(void) {
+    static const int lengths[] = {126, 127, 128, 191, 255,  256,  257,  511,  575,
+                                  640, 766, 767, 768, 1023, 1024, 1535, 1536, 2049};
+    static const struct shape heads[] = {
+        {16, 1, 4, 1, 64, 8, 9},   {16, 1, 3, 1, 80, 8, 9},   {16, 1, 16, 2, 96, 8, 9},
+        {16, 1, 8, 1, 128, 8, 9},  {16, 1, 2, 1, 256, 8, 9},  {16, 1, 9, 1, 128, 8, 9},
+        {16, 1, 17, 1, 64, 8, 9},  {16, 1, 20, 20, 64, 8, 9}, {16, 1, 80, 40, 64, 8, 9},
+        {16, 1, 80, 80, 64, 8, 9}, {16, 1, 9, 1, 256, 8, 9}};
+    const int count = sizeof lengths / sizeof *lengths, kinds = sizeof heads / sizeof *heads;
+    for (int i = 0; i < kinds; i += quick ? 3 : 1)
+        for (int l = i % 2; l < count; l += quick ? 7 : 2)
+            check_shape(heads[i], BF16, 1, lengths[l]);
+}
+
 /* ---- rows that differ ---- */
 
 /* Rows of a step that belong to different sequences, also at neighbouring and at falling positions. */
@@ -276,6 +292,7 @@ static const struct {
     {"operators_on_a_wide_layer", operators_on_a_wide_layer},
     {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
     {"operators_after_long_caches", operators_after_long_caches},
+    {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
     {"models_in_any_chunks", models_in_any_chunks},
