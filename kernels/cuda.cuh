@@ -37,6 +37,21 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
+/* Four neighbours at once, at a multiple of four. */
+__device__ __forceinline__ float4 load_four(const float *from) {
+    return *(const float4 *)from;
+}
+__device__ __forceinline__ float4 load_four(const bf16 *from) {
+    const uint2 w = *(const uint2 *)from;
+    return make_float4(low_half(w.x), high_half(w.x), low_half(w.y), high_half(w.y));
+}
+__device__ __forceinline__ void store_four(float *to, float4 x) {
+    *(float4 *)to = x;
+}
+__device__ __forceinline__ void store_four(bf16 *to, float4 x) {
+    *(uint2 *)to = make_uint2(pack_halves(x.x, x.y), pack_halves(x.z, x.w));
+}
+
 __device__ __forceinline__ float silu(float x) {
     return __fdividef(x, 1.0f + __expf(-x));
 }

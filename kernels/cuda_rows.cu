@@ -31,8 +31,11 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(e
     start_dependents();
     const size_t t = blockIdx.x, C = (size_t)p.C;
     const M *from = (const M *)p.table + (size_t)p.tokens[t] * C;
-    for (int c = threadIdx.x; c < p.C; c += ROW_THREADS)
-        p.x[t * C + c] = to_float(from[c]) * p.embed_scale;
+    for (int c = threadIdx.x * 4; c < p.C; c += ROW_THREADS * 4) {
+        const float4 v = load_four(from + c);
+        const float s = p.embed_scale;
+        store_four(p.x + t * C + c, make_float4(v.x * s, v.y * s, v.z * s, v.w * s));
+    }
     const float position = (float)p.positions[t];
     for (int i = threadIdx.x; i < p.rope_tables * p.half; i += ROW_THREADS) {
         const int table = i / p.half, j = i % p.half;
@@ -63,10 +66,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     for (int c = threadIdx.x * 4; c < C; c += ROW_THREADS * 4) {
         const float4 v = *(const float4 *)(x + row + c), g = *(const float4 *)(gamma + c);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-        in[row + c] = from_float<M>(v.x * g.x);
-        in[row + c + 1] = from_float<M>(v.y * g.y);
-        in[row + c + 2] = from_float<M>(v.z * g.z);
-        in[row + c + 3] = from_float<M>(v.w * g.w);
+        store_four(in + row + c, make_float4(v.x * g.x, v.y * g.y, v.z * g.z, v.w * g.w));
     }
     squares = warp_sum(squares);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
@@ -88,32 +88,65 @@ struct rotation {
     int H, G, D, S, half;             /* half of the dimensions that turn */
 };
 
+/* N neighbouring dims of a head: 4, or 1 where heads or halves do not divide into fours. */
+template <int N> struct dims {
+    alignas(4 * N) float x[N];
+    __device__ __forceinline__ void load(const float *from) {
+        if constexpr (N == 4)
+            store_four(x, load_four(from));
+        else
+            x[0] = from[0];
+    }
+    template <class M> __device__ __forceinline__ void store(M *to) const {
+        if constexpr (N == 4)
+            store_four(to, load_four(x));
+        else
+            to[0] = from_float<M>(x[0]);
+    }
+};
+
 /* What      q = RoPE(q) (arXiv 2104.09864), K = RoPE(k) and V = v into the cache, rounded to m.
- * Owners    block t the row t; a thread the elements d and d + half of a head, or one that stays.
+ * Owners    block t the row t; a thread the same dims of every few heads, and those half a turn further.
  * Bound     bytes: 4 + 2 a value. */
-template <class M> __global__ void __launch_bounds__(ROW_THREADS) rope_kernel(rotation p) {
+template <class M, int N> __global__ void __launch_bounds__(ROW_THREADS) rope_kernel(rotation p) {
+    const int threads = p.D / N, together = ROW_THREADS / threads; /* of a head; heads at once */
+    const int d = threadIdx.x % threads * N;
     start_dependents();
     wait_for_inputs();
+    if ((int)threadIdx.x >= threads * together) return;
     const size_t t = blockIdx.x, D = (size_t)p.D;
     const size_t slot = (size_t)p.slots[t], position = (size_t)p.positions[t];
-    const float *row = p.qkv + t * (p.H + 2 * p.G) * D, *turn = p.rope + t * 2 * p.half;
-    const int turning = p.rope ? p.half : 0;
-    for (int i = threadIdx.x; i < (p.H + 2 * p.G) * p.D; i += ROW_THREADS) {
-        const int head = i / p.D, d = i % p.D;
+    const float *turn = p.rope + t * 2 * p.half;
+    for (int head = threadIdx.x / threads; head < p.H + 2 * p.G; head += together) {
         const bool value = head >= p.H + p.G;
-        float x = row[i];
-        if (!value && d < turning)
-            x = x * turn[d] - row[i + turning] * turn[turning + d];
-        else if (!value && d < 2 * turning)
-            x = x * turn[d - turning] + row[i - turning] * turn[d];
-        if (head < p.H) {
-            ((M *)p.q)[t * p.H * D + i] = from_float<M>(x);
-            continue;
-        }
+        const int turning = p.rope && !value ? p.half : 0;
+        if (d >= turning && d < 2 * turning) continue;
         const size_t g = (size_t)(head - p.H - (value ? p.G : 0));
-        M *cache = (M *)(value ? p.values : p.keys);
-        cache[((slot * p.G + g) * p.S + position) * D + d] = from_float<M>(x);
+        M *to = head < p.H
+                    ? (M *)p.q + (t * p.H + head) * D
+                    : (M *)(value ? p.values : p.keys) + ((slot * p.G + g) * p.S + position) * D;
+        const float *from = p.qkv + (t * (p.H + 2 * p.G) + head) * D;
+        dims<N> low, high, cosines, sines;
+        low.load(from + d);
+        if (d < turning) {
+            high.load(from + d + turning);
+            cosines.load(turn + d);
+            sines.load(turn + turning + d);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const float x = low.x[i], y = high.x[i];
+                low.x[i] = x * cosines.x[i] - y * sines.x[i];
+                high.x[i] = y * cosines.x[i] + x * sines.x[i];
+            }
+            high.store(to + d + turning);
+        }
+        low.store(to + d);
     }
+}
+
+template <class M> void launch_rope(struct cuda_backend *b, const rotation &p, int rows) {
+    cuda_launch(b, "rope", p.half % 4 == 0 ? rope_kernel<M, 4> : rope_kernel<M, 1>,
+                dim3((unsigned)rows), ROW_THREADS, 0, p);
 }
 
 } // namespace
@@ -174,7 +207,8 @@ void cuda_rope(struct engine *e, int layer, struct rows rows) {
     p.G = c->kv_heads;
     p.D = c->head_dim;
     p.S = e->plan.limits.context;
-    cuda_launch(backend_of(e), "rope",
-                c->weight_dtype == F32 ? rope_kernel<float> : rope_kernel<bf16>,
-                dim3((unsigned)rows.count), ROW_THREADS, 0, p);
+    if (c->weight_dtype == F32)
+        launch_rope<float>(backend_of(e), p, rows.count);
+    else
+        launch_rope<bf16>(backend_of(e), p, rows.count);
 }
