@@ -249,17 +249,21 @@ static void bench_decode(struct bench *b) {
         int context;
         const struct sampling *how;
         const char *note;
-    } cases[] = {{16, &greedy, ""},
-                 {16, &sampling, "top-k 40"},
-                 {1000, &greedy, ""},
-                 {4096, &greedy, ""},
-                 {32768, &greedy, ""}};
+        bool general;
+    } cases[] = {{16, &greedy, "", false},
+                 {16, &sampling, "top-k 40", false},
+                 {1000, &greedy, "", false},
+                 {4096, &greedy, "", false},
+                 {32768, &greedy, "", false},
+                 {16, &greedy, "general path", true},
+                 {1000, &greedy, "general path", true}};
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         double taken[ROUNDS];
         struct sampler sampler;
         struct error error;
         struct result r = {.model = b->model, .tokens = 1, .roof = b->roof, .bytes_bind = true};
         must(sampler_open(&sampler, *cases[i].how, b->config.vocab_used, &error), &error);
+        cuda_general_path(&b->engine, cases[i].general);
         burst(b, cases[i].context, &sampler);
         for (int round = 0; round < ROUNDS; round++)
             taken[round] = burst(b, cases[i].context, &sampler);
@@ -270,6 +274,7 @@ static void bench_decode(struct bench *b) {
         keep(r);
         sampler_close(&sampler);
     }
+    cuda_general_path(&b->engine, false);
 }
 
 /* ---- steps of several rows ---- */
