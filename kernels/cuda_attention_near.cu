@@ -37,8 +37,9 @@ __device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
                  : "memory");
 }
 
+/* Relaxed: it orders no memory but what barriers_ready made visible. */
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -96,12 +97,18 @@ __device__ __forceinline__ void exchange(const struct cuda_attention &a, const s
 #pragma unroll 1
     for (int i = threadIdx.x; i < mine; i += THREADS) {
         struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-        for (int part = 0; part < w.count; part++)
-            m.maximum = fmaxf(m.maximum, sums[part * share + i].x);
-        for (int part = 0; part < w.count; part++) {
-            const float2 of_part = sums[part * share + i];
-            const float factor = weight_of(of_part.x, m.maximum);
-            m.sum += factor * of_part.y;
+        float2 of_part[CLUSTER];
+#pragma unroll
+        for (int part = 0; part < CLUSTER; part++) {
+            const bool exists = part < w.count;
+            of_part[part] = exists ? sums[part * share + i] : make_float2(-INFINITY, 0.0f);
+            m.maximum = fmaxf(m.maximum, of_part[part].x);
+        }
+#pragma unroll
+        for (int part = 0; part < CLUSTER; part++) {
+            if (part >= w.count) continue;
+            const float factor = weight_of(of_part[part].x, m.maximum);
+            m.sum += factor * of_part[part].y;
             add_scaled(m.values, factor, values[part * share + i]);
         }
         write_out(out(i * w.count + w.index), m);
