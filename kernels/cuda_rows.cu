@@ -7,12 +7,28 @@ namespace {
 
 enum { ROW_THREADS = 256 };
 
+/* The sum over the block in a fixed order, in thread 0.
+ * Barrier   partial[] is written by each warp | thread 0 reads it. */
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float partial[ROW_THREADS / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+    float sum = 0;
+    if (threadIdx.x == 0)
+        for (float of_warp : partial) sum += of_warp;
+    return sum;
+}
+
 /* ---- embed ---- */
 
 struct embedding {
     const int32_t *tokens, *positions; /* [T] */
     const void *table;                 /* m [V, C] */
     float *x;                          /* f32 [T, C] */
+    const float *gamma;                /* f32 [C], of the first norm; NULL: the rest of it is not */
+    void *in;                          /* m [T, C] = x gamma */
+    float *squares;                    /* f32 [T], the sum of x^2 */
     const float *frequencies;          /* f32 [rope_tables, half] */
     float *rope;                       /* f32 [rope_tables, chunk, 2, half] */
     int C, rope_tables, half, chunk;
@@ -20,6 +36,7 @@ struct embedding {
 };
 
 /* What      x[t] = table[token] embed_scale; rope[.., t] = cosines and sines of the position's angles.
+ *           gamma: norm_kernel's outputs as well, but the sum of squares in place of the factor.
  * Owners    block t the row t.
  * Bound     latency: a few KB a row.
  * Numerics  f32; the angle is the f32 product of position and frequency, as on the CPU.
@@ -31,8 +48,14 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(e
     start_dependents();
     const size_t t = blockIdx.x, C = (size_t)p.C;
     const M *from = (const M *)p.table + (size_t)p.tokens[t] * C;
-    for (int c = threadIdx.x; c < p.C; c += ROW_THREADS)
-        p.x[t * C + c] = to_float(from[c]) * p.embed_scale;
+    float squares = 0;
+#pragma unroll 4
+    for (int c = threadIdx.x; c < p.C; c += ROW_THREADS) {
+        const float x = to_float(__ldg(from + c)) * p.embed_scale;
+        p.x[t * C + c] = x;
+        squares += x * x;
+        if (p.gamma) ((M *)p.in)[t * C + c] = from_float<M>(x * __ldg(p.gamma + c));
+    }
     const float position = (float)p.positions[t];
     for (int i = threadIdx.x; i < p.rope_tables * p.half; i += ROW_THREADS) {
         const int table = i / p.half, j = i % p.half;
@@ -41,6 +64,9 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(e
         turn[0] = cosf(angle) * p.rope_scale;
         turn[p.half] = sinf(angle) * p.rope_scale;
     }
+    if (!p.gamma) return;
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) p.squares[t] = squares;
 }
 
 /* ---- norm ---- */
@@ -50,12 +76,10 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(e
  * Shapes    x f32 [T, C], gamma f32 [C], in m [T, C], scale f32 [T]; C a multiple of 8.
  * Owners    block t the row t, a thread four neighbouring columns at a time.
  * Bound     bytes: 4 C + 2 C a row.
- * Numerics  f32; each thread sums its columns in ascending order, then the warp, then the warps.
- * Barrier   partial[] is written by each warp | all threads read it. */
+ * Numerics  f32; each thread sums its columns in ascending order, then the warp, then the warps. */
 template <class M>
 __global__ void __launch_bounds__(ROW_THREADS)
     norm_kernel(const float *x, const float *gamma, M *in, float *scale, int C, float eps) {
-    __shared__ float partial[ROW_THREADS / 32];
     start_dependents();
     wait_for_inputs();
     const size_t row = (size_t)blockIdx.x * C;
@@ -68,35 +92,23 @@ __global__ void __launch_bounds__(ROW_THREADS)
         in[row + c + 2] = from_float<M>(v.z * g.z);
         in[row + c + 3] = from_float<M>(v.w * g.w);
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    float sum = 0;
-    for (float of_warp : partial) sum += of_warp;
-    scale[blockIdx.x] = rsqrtf(sum / (float)C + eps);
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) scale[blockIdx.x] = rsqrtf(squares / (float)C + eps);
 }
 
 /* ---- RoPE and the cache ---- */
 
-struct rotation {
-    const float *qkv;                 /* f32 [T, (H + 2G) D] */
-    const float *rope;                /* f32 [chunk, 2, half] of this layer's table; NULL: none */
-    const int32_t *slots, *positions; /* [T] */
-    void *q;                          /* m [T, H D] */
-    void *keys, *values;              /* m [slots, G, S, D] of this layer */
-    int H, G, D, S, half;             /* half of the dimensions that turn */
-};
-
-/* What      q = RoPE(q) (arXiv 2104.09864), K = RoPE(k) and V = v into the cache, rounded to m.
+/* What      q = RoPE(q), K = RoPE(k) and V = v into the cache, rounded to m.
+ * Shapes    qkv f32 [T, (H + 2G) D]; struct heads.
  * Owners    block t the row t; a thread the elements d and d + half of a head, or one that stays.
  * Bound     bytes: 4 + 2 a value. */
-template <class M> __global__ void __launch_bounds__(ROW_THREADS) rope_kernel(rotation p) {
+template <class M>
+__global__ void __launch_bounds__(ROW_THREADS) rope_kernel(const float *qkv, heads p) {
     start_dependents();
     wait_for_inputs();
     const size_t t = blockIdx.x, D = (size_t)p.D;
     const size_t slot = (size_t)p.slots[t], position = (size_t)p.positions[t];
-    const float *row = p.qkv + t * (p.H + 2 * p.G) * D, *turn = p.rope + t * 2 * p.half;
+    const float *row = qkv + t * (p.H + 2 * p.G) * D, *turn = p.rope + t * 2 * p.half;
     const int turning = p.rope ? p.half : 0;
     for (int i = threadIdx.x; i < (p.H + 2 * p.G) * p.D; i += ROW_THREADS) {
         const int head = i / p.D, d = i % p.D;
@@ -125,13 +137,16 @@ bool cuda_has_code() {
 
 /* ---- launchers ---- */
 
-void cuda_embed(struct engine *e, struct rows rows) {
+void cuda_embed_rows(struct engine *e, struct rows rows, const float *gamma) {
     const struct config *c = e->config;
     struct embedding p = {};
     p.tokens = cuda_row_numbers(e, 0);
     p.positions = cuda_row_numbers(e, 2);
     p.table = e->embed;
     p.x = (float *)engine_region(e, REGION_X);
+    p.gamma = gamma;
+    p.in = engine_region(e, REGION_PANELS);
+    p.squares = (float *)engine_region(e, REGION_SQUARES);
     p.frequencies = e->rope;
     p.rope = (float *)engine_region(e, REGION_ROPE);
     p.C = c->width;
@@ -159,22 +174,26 @@ void cuda_norm(struct engine *e, const float *gamma, int first, int count) {
                     (bf16 *)in, scale, C, e->config->norm_eps);
 }
 
-void cuda_rope(struct engine *e, int layer, struct rows rows) {
+struct heads cuda_heads(const struct engine *e, int layer) {
     const struct config *c = e->config;
-    struct rotation p = {};
-    p.half = c->rotary_dims / 2;
-    p.qkv = (const float *)engine_region(e, REGION_QKV);
-    p.rope = cuda_turns(e, layer);
-    p.slots = cuda_row_numbers(e, 1);
-    p.positions = cuda_row_numbers(e, 2);
-    p.q = engine_region(e, REGION_Q);
-    p.keys = cuda_layer_cache(e, REGION_KEYS, layer);
-    p.values = cuda_layer_cache(e, REGION_VALUES, layer);
-    p.H = c->heads;
-    p.G = c->kv_heads;
-    p.D = c->head_dim;
-    p.S = e->plan.limits.context;
+    struct heads h = {};
+    h.q = engine_region(e, REGION_Q);
+    h.keys = cuda_layer_cache(e, REGION_KEYS, layer);
+    h.values = cuda_layer_cache(e, REGION_VALUES, layer);
+    h.slots = cuda_row_numbers(e, 1);
+    h.positions = cuda_row_numbers(e, 2);
+    h.rope = cuda_turns(e, layer);
+    h.H = c->heads;
+    h.G = c->kv_heads;
+    h.D = c->head_dim;
+    h.S = e->plan.limits.context;
+    h.half = c->rotary_dims / 2;
+    return h;
+}
+
+void cuda_rope(struct engine *e, int layer, struct rows rows) {
+    const float *qkv = (const float *)engine_region(e, REGION_QKV);
     cuda_launch(backend_of(e), "rope",
-                c->weight_dtype == F32 ? rope_kernel<float> : rope_kernel<bf16>,
-                dim3((unsigned)rows.count), ROW_THREADS, 0, p);
+                e->config->weight_dtype == F32 ? rope_kernel<float> : rope_kernel<bf16>,
+                dim3((unsigned)rows.count), ROW_THREADS, 0, qkv, cuda_heads(e, layer));
 }
