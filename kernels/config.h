@@ -42,9 +42,14 @@ enum {
     /* Rows of a step that is captured as a graph and replayed: above, a launch costs less than 1 % of
      * what its kernel does. */
     CUDA_GRAPH_ROWS = 16,
-    /* Rows up to which attention splits the cache of each row, and products stream weights past rows
-     * that stay: two n8 tiles of the tensor cores. */
+    /* Rows up to which attention splits the cache of each row. */
     CUDA_DECODE_ROWS = 16,
+    /* Rows up to which products on sm_90 have them as the narrow side of the tensor cores' products
+     * and W as the 64-row side. */
+    CUDA_FEW_ROWS = 64,
+    /* Parts of a row's sum of squares, at most: the blocks that write x, one a multiprocessor
+     * (sm_90 has 144 at most). */
+    CUDA_SQUARES = 256,
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
     CUDA_MATVEC_ROWS = 4,
     /* Parts that attention of few rows cuts a row's positions into, at most, and the least positions of
@@ -59,7 +64,7 @@ enum {
      * 3759 at 2000 with the form for long ones; 1B (64): 705, 714, 735 against 742 and 756. */
     CUDA_NEAR_VALUES = 96 << 10,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
-     * cuda_few_rows.cu: 227 KB on data-centre chips from Hopper on, 99 KB on others of their age. */
+     * cuda_matmul_few.cu: data-centre chips from Hopper on have 227 KB, others of their age 99. */
     CUDA_STREAM_SHARED = 200 << 10,
     /* Device memory that a plan leaves free, for what the driver takes later: kernels' code, graphs. */
     CUDA_RESERVE = 256 << 20,

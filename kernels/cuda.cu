@@ -2,8 +2,9 @@
  * chooses its kernels by the number of rows:
  *
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
- *   more            Hopper, bf16: cuda_matmul_few.cu, cuda_matmul_hopper.cu (wgmma)
- *   up to 16 rows   Hopper, bf16, where those do not take the shape: cuda_few_rows.cu
+ *   up to 64 rows   Hopper, bf16: cuda_matmul_few.cu (wgmma), with the same in the products; also
+ *                   1 row of models that are wider than cuda_decode.cu takes
+ *   more            Hopper, bf16: cuda_matmul_hopper.cu (wgmma)
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
  *   more            elsewhere: cuda_matmul.cu (bf16), cuda_matmul_f32.cu
  *
@@ -26,12 +27,21 @@ static bool streams(const struct engine *e, int T) {
     return T == 1 && on_hopper(e) && cuda_decode_takes(e->config);
 }
 
+static bool has_wgmma(const struct engine *e) {
+    return on_hopper(e) && backend_of(e)->capability == 90;
+}
+
+/* Whether whoever writes x prepares the norm of the product after it, since all products of the
+ * step are cuda_matmul_few.cu's, which takes every width of a model. A norm's kernel would cost
+ * their stream of weights 3 us. */
+static bool prepares(const struct engine *e, int T) {
+    return has_wgmma(e) && T <= CUDA_FEW_ROWS && !streams(e, T);
+}
+
 static void multiply(const struct engine *e, const struct product *p) {
     struct cuda_backend *b = backend_of(e);
-    if (p->T > 1 && on_hopper(e) && b->capability == 90 && cuda_matmul_hopper_takes(p))
+    if (has_wgmma(e) && cuda_matmul_hopper_takes(p))
         cuda_matmul_hopper(b, p);
-    else if (p->T <= CUDA_DECODE_ROWS && on_hopper(e))
-        cuda_few_rows(b, p);
     else if (p->T <= CUDA_MATVEC_ROWS)
         cuda_matvec(b, p);
     else if (p->dtype == F32)
@@ -40,8 +50,11 @@ static void multiply(const struct engine *e, const struct product *p) {
         cuda_matmul(b, p);
 }
 
-/* W [N, K] against the rows that cuda_norm prepared. */
-static struct product product_of_norm(const struct engine *e, const void *W, int T, int N) {
+/* W [N, K] against the norm of T rows of x from `first` on. Its first half may be there already;
+ * else it is made. */
+static struct product product_of_norm(struct engine *e, const float *gamma, int first,
+                                      const void *W, int T, int N) {
+    struct cuda_backend *b = backend_of(e);
     struct product p = {};
     p.dtype = e->config->weight_dtype;
     p.T = T;
@@ -49,7 +62,16 @@ static struct product product_of_norm(const struct engine *e, const void *W, int
     p.K = e->config->width;
     p.W = W;
     p.in = engine_region(e, REGION_PANELS);
-    p.scale = (const float *)engine_region(e, REGION_SCALES);
+    if (b->normed.gamma == gamma) {
+        p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
+        p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
+        p.parts = b->normed.parts;
+        p.eps = e->config->norm_eps;
+    } else {
+        b->normed.gamma = NULL; /* of REGION_PANELS */
+        cuda_norm(e, gamma, first, T);
+        p.scale = (const float *)engine_region(e, REGION_SCALES);
+    }
     return p;
 }
 
@@ -72,6 +94,13 @@ static void cuda_set_rows(struct engine *e, const int32_t *tokens, int count, in
                                     cudaMemcpyHostToDevice, b->stream));
 }
 
+static void cuda_embed(struct engine *e, struct rows rows) {
+    struct cuda_backend *b = backend_of(e);
+    b->normed.gamma = prepares(e, rows.count) ? e->layer[0].norm_attention : NULL;
+    b->normed.parts = 1;
+    cuda_embed_rows(e, rows, b->normed.gamma);
+}
+
 static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
     const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[layer];
@@ -80,8 +109,13 @@ static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
         return;
     }
     const int N = (c->heads + 2 * c->kv_heads) * c->head_dim;
-    cuda_norm(e, w->norm_attention, 0, rows.count);
-    struct product p = product_of_norm(e, w->qkv, rows.count, N);
+    struct product p = product_of_norm(e, w->norm_attention, 0, w->qkv, rows.count, N);
+    p.epilogue = EPILOGUE_QKV;
+    p.heads = cuda_heads(e, layer);
+    if (has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
+        cuda_matmul_hopper(backend_of(e), &p);
+        return;
+    }
     p.epilogue = EPILOGUE_STORE;
     p.y = (float *)engine_region(e, REGION_QKV);
     p.y_stride = N;
@@ -114,15 +148,23 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
         cuda_attention_near(b, &a);
     else if (rows.count <= CUDA_DECODE_ROWS && cuda_attention_decode_takes(a.D))
         cuda_attention_decode(b, &a);
-    else if (on_hopper(e) && b->capability == 90 && cuda_attention_hopper_takes(&a))
+    else if (has_wgmma(e) && cuda_attention_hopper_takes(&a))
         cuda_attention_hopper(b, &a);
     else
         cuda_attention_prefill(b, &a);
 }
 
+/* The weights of the norm that follows a projection. */
+static const float *norm_after(const struct engine *e, int layer, enum projection which) {
+    if (which == ATTENTION_OUT) return e->layer[layer].norm_ffn;
+    return layer + 1 < e->config->layers ? e->layer[layer + 1].norm_attention : e->norm_final;
+}
+
 static void cuda_project(struct engine *e, int layer, enum projection which, struct rows rows) {
     const struct config *c = e->config;
+    struct cuda_backend *b = backend_of(e);
     const bool out = which == ATTENTION_OUT;
+    b->normed.gamma = NULL;
     if (streams(e, rows.count)) {
         cuda_decode_project(e, layer, which);
         return;
@@ -137,6 +179,13 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     p.in = engine_region(e, out ? REGION_A : REGION_H);
     p.y = (float *)engine_region(e, REGION_X);
     p.y_stride = c->width;
+    if (prepares(e, rows.count)) {
+        p.gamma = norm_after(e, layer, which);
+        p.next = engine_region(e, REGION_PANELS);
+        p.next_squares = (float *)engine_region(e, REGION_SQUARES);
+        b->normed.gamma = p.gamma;
+        b->normed.parts = cuda_matmul_few_parts(b, p.N);
+    }
     multiply(e, &p);
 }
 
@@ -146,8 +195,8 @@ static void cuda_gate_up(struct engine *e, int layer, struct rows rows) {
         cuda_decode_gate_up(e, layer);
         return;
     }
-    cuda_norm(e, w->norm_ffn, 0, rows.count);
-    struct product p = product_of_norm(e, w->gate_up, rows.count, 2 * e->config->ffn);
+    struct product p =
+        product_of_norm(e, w->norm_ffn, 0, w->gate_up, rows.count, 2 * e->config->ffn);
     p.epilogue = EPILOGUE_ACTIVATE;
     p.h = engine_region(e, REGION_H);
     multiply(e, &p);
@@ -160,8 +209,8 @@ static void cuda_classify(struct engine *e, struct rows rows) {
         cuda_decode_classify(e);
         return;
     }
-    cuda_norm(e, e->norm_final, rows.count - rows.classified, rows.classified);
-    struct product p = product_of_norm(e, e->classifier, rows.classified, c->vocab_used);
+    struct product p = product_of_norm(e, e->norm_final, rows.count - rows.classified,
+                                       e->classifier, rows.classified, c->vocab_used);
     p.epilogue = EPILOGUE_STORE;
     p.y = (float *)engine_region(e, REGION_LOGITS);
     p.y_stride = c->vocab;

@@ -120,13 +120,6 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, boo
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
-/* copy_async_16 for what is read once, so evicted from L2 first. */
-__device__ __forceinline__ void copy_async_once_16(uint32_t to, const void *from, bool valid) {
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
-                 "l"(from), "r"(bytes), "l"(READ_ONCE)
-                 : "memory");
-}
 
 __device__ __forceinline__ void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");

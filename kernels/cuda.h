@@ -22,6 +22,13 @@ struct cuda_backend {
     int position;               /* of row 0, as the host knows it */
     bool rows_set;              /* by the host since the last draw */
     int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
+    /* What the kernel that last wrote x has left in REGION_PANELS and REGION_SQUARES for the
+     * product after it: x times the weights of this norm, and sums of squares in so many parts.
+     * NULL: nothing. */
+    struct {
+        const float *gamma;
+        int parts;
+    } normed;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
     /* by rows, classified rows, whether an id is drawn, whether the cache is short */
@@ -119,9 +126,19 @@ void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...),
 /* ---- products ---- */
 
 enum epilogue {
-    EPILOGUE_STORE,   /* y[T, N] = s */
-    EPILOGUE_ADD,     /* y[T, N] += s */
-    EPILOGUE_ACTIVATE /* h[T, N/2] = silu(s of row n) s of row N/2 + n: gate and up, F = N/2 */
+    EPILOGUE_STORE,    /* y[T, N] = s */
+    EPILOGUE_ADD,      /* y[T, N] += s */
+    EPILOGUE_ACTIVATE, /* h[T, N/2] = silu(s of row n) s of row N/2 + n: gate and up, F = N/2 */
+    EPILOGUE_QKV       /* q, and k and v into the cache, of heads; cuda_matmul_few.cu alone */
+};
+
+/* Where q, k and v of a layer go, and how they turn (RoPE, arXiv 2104.09864). */
+struct heads {
+    void *q;                          /* m [T, H, D] */
+    void *keys, *values;              /* m [slots, G, S, D] of this layer */
+    const int32_t *slots, *positions; /* [T] */
+    const float *rope;                /* f32 [T, 2, half], cosines and sines; NULL: nothing turns */
+    int H, G, D, S, half;             /* dimension j < half turns with j + half */
 };
 
 /* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any. */
@@ -135,21 +152,31 @@ struct product {
     float *y;           /* f32 [T, y_stride] */
     int y_stride;
     void *h; /* m [T, N/2] */
+    /* cuda_matmul_few.cu alone. A norm before it: scale[t] = 1 / sqrt(sum of its squares / K +
+     * eps), squares f32 [parts, CUDA_FEW_ROWS]; NULL: scale says it. */
+    const float *squares;
+    int parts;
+    float eps;
+    /* A norm after it, with ADD: next m [T, N] = y gamma, rounded, and each block's part of the
+     * sums of squares of y; NULL: none. */
+    const float *gamma;
+    void *next;
+    float *next_squares;
+    struct heads heads; /* with QKV; N = (H + 2G) D */
 };
 
 /* Many rows: cuda_matmul.cu (bf16, mma.sync) and cuda_matmul_f32.cu. */
 void cuda_matmul(struct cuda_backend *b, const struct product *p);
 void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 
-/* From 2 rows on, bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to 64 rows. */
+/* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to CUDA_FEW_ROWS rows. */
 bool cuda_matmul_hopper_takes(const struct product *p);
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
+/* Parts of a row's sum of squares that ADD leaves there, up to CUDA_FEW_ROWS rows. */
+int cuda_matmul_few_parts(const struct cuda_backend *b, int N);
 
 /* Up to CUDA_MATVEC_ROWS rows, on any device (cuda_matvec.cu). */
 void cuda_matvec(struct cuda_backend *b, const struct product *p);
-
-/* Up to CUDA_DECODE_ROWS rows on Hopper, bf16 (cuda_few_rows.cu). */
-void cuda_few_rows(struct cuda_backend *b, const struct product *p);
 
 /* ---- one row on Hopper, bf16 (cuda_decode.cu): the operators of ops.h ---- */
 
@@ -166,8 +193,12 @@ void cuda_decode_classify(struct engine *e);
  * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. */
 void cuda_norm(struct engine *e, const float *gamma, int first, int count);
 
-/* x = embeddings, and REGION_ROPE. */
-void cuda_embed(struct engine *e, struct rows rows);
+/* x = embeddings, and REGION_ROPE. gamma: also x gamma and one part of the sums of squares, for up
+ * to CUDA_FEW_ROWS rows (struct product says how); NULL: not. */
+void cuda_embed_rows(struct engine *e, struct rows rows, const float *gamma);
+
+/* Of a layer and the rows that are set. */
+struct heads cuda_heads(const struct engine *e, int layer);
 
 /* REGION_QKV -> RoPE -> q into REGION_Q, k and v into the cache. */
 void cuda_rope(struct engine *e, int layer, struct rows rows);

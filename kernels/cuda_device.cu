@@ -147,10 +147,12 @@ int cuda_finish(struct engine *e, struct error *error) {
 void cuda_general_path(struct engine *e, bool on) {
     cuda_graphs_close(backend_of(e));
     backend_of(e)->general = on;
+    backend_of(e)->normed.gamma = NULL;
 }
 
 void cuda_write(struct engine *e, void *to, const void *from, size_t bytes) {
     struct cuda_backend *b = backend_of(e);
+    b->normed.gamma = NULL; /* x may be another one now */
     CUDA_TRY(b, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->stream));
     CUDA_TRY(b, cudaStreamSynchronize(b->stream));
 }

@@ -1,18 +1,19 @@
-/* Products of 2 to 64 rows in bf16 on sm_90, at the speed of memory: rows of W are the 64-row side of the
- * tensor cores' products, rows of the step the narrow side. A member of a chain of dependent launches:
- * W streams before the kernel's inputs are there. */
+/* Products of up to 64 rows in bf16 on sm_90, at the speed of memory: rows of W are the 64-row side
+ * of the tensor cores' products, rows of the step the narrow side. A member of a chain of dependent
+ * launches: W streams before the kernel's inputs are there. */
+#include "kernels/cuda_matmul_few.cuh"
 #include "kernels/cuda_matmul_hopper.h"
-#include "kernels/cuda_wgmma.cuh"
 
 #include <algorithm>
 
 namespace {
 
 enum {
-    CONSUMERS = 128,              /* a warpgroup */
-    THREADS = CONSUMERS + 2 * 32, /* a warp asks for W, another for the rows */
-    GROUP = 8,       /* units: what work is dealt out in, since panels swizzle 8 rows */
-    MOST_GROUPS = 8, /* of a tile: 64 units */
+    CONSUMERS = FEW_CONSUMERS,
+    /* A warp asks for W, one for the rows, one gathers their facts. */
+    THREADS = CONSUMERS + 3 * 32,
+    SWIZZLED = 8,    /* rows of a panel that the copy engine's pattern spans */
+    MOST_UNITS = 64, /* of a tile */
     MAX_STAGES = 16,
     /* Bytes of W on their way to a multiprocessor: 4.6 TB/s need about 35 KB, and far more would
      * queue in front of the chain's other traffic. */
@@ -27,10 +28,15 @@ enum {
     SHARED_BYTES_WIDE = 200 << 10
 };
 
-/* How the units are dealt out, in groups: `each` to a block, one more to the first `more`. A block takes
- * them in `tiles` tiles that differ by one group at most, the larger ones of `units` units. */
+/* How the units are dealt out, in groups of `group` units: `each` to a block, one more to the first
+ * `more`. A block takes them in up to `tiles` tiles that differ by one group at most, the larger
+ * ones of `units` units.
+ *
+ * With QKV a group is a tile: an octet of the pairs of a head (struct pair_of_head), and the same
+ * octet of the heads after it, 16 rows of W each. So one box has a tile, which along the rows of a
+ * head it would not where two heads meet. `across` groups have an octet of all heads. */
 struct deal {
-    int each, more, tiles, units;
+    int blocks, group, each, more, tiles, units, across;
     int stages, in_flight; /* of the ring; of W, on their way at most */
     int steps;             /* of K, in a tile */
 };
@@ -50,6 +56,7 @@ struct barriers {
     uint64_t W[MAX_STAGES],
         rows[MAX_STAGES];       /* a stage's bytes have landed | they are multiplied */
     uint64_t empty[MAX_STAGES]; /* all warps' products have read it | it is refilled */
+    uint64_t facts;             /* they are gathered | read */
 };
 
 /* A place in the ring and the parity of its phase. */
@@ -62,30 +69,37 @@ struct place {
 
 /* The tiles of this block. */
 struct tile_walk {
-    int first, each, more; /* groups: of the block, of a tile; tiles that have one more */
+    int tiles, first, each, more; /* groups: of the block, of a tile; tiles that have one more */
     __device__ __forceinline__ explicit tile_walk(const deal &d) {
         const int block = (int)blockIdx.x, groups = d.each + (block < d.more);
         first = block * d.each + min(block, d.more);
-        each = groups / d.tiles;
-        more = groups - each * d.tiles;
+        tiles = min(d.tiles, groups);
+        each = groups / tiles;
+        more = groups - each * tiles;
     }
-    /* First unit of a tile. */
-    __device__ __forceinline__ int unit(int tile) const {
-        return (first + tile * each + min(tile, more)) * GROUP;
+    /* First group of a tile. */
+    __device__ __forceinline__ int group(int tile) const {
+        return first + tile * each + min(tile, more);
     }
 };
 
 /* Asks for W, all of the block's, from before the inputs are there. tall, low: boxes of d.units units and
- * of a group less. */
-template <class S>
-__device__ void ask_for_weights(const CUtensorMap *tall, const CUtensorMap *low, const deal &d,
-                                uint32_t ring, barriers *barrier, bool activate) {
+ * of a group less; with QKV both of d.units, for pairs that turn and for the others. */
+template <class S, enum epilogue E>
+__device__ void ask_for_weights(const CUtensorMap *tall, const CUtensorMap *low, const product &p,
+                                const deal &d, uint32_t ring, barriers *barrier) {
+    constexpr bool HEADS = E == EPILOGUE_QKV;
+    constexpr bool ACTIVATE = E == EPILOGUE_ACTIVATE;
     const tile_walk walk(d);
     place next = {0, 1}, landed = {0, 0};
     int asked = 0;
-    for (int tile = 0; tile < d.tiles; tile++) {
-        const int unit = walk.unit(tile), units = walk.unit(tile + 1) - unit;
-        const CUtensorMap *map = units == d.units ? tall : low;
+    for (int tile = 0; tile < walk.tiles; tile++) {
+        const int group = walk.group(tile), units = (walk.group(tile + 1) - group) * d.group;
+        const int unit = group * d.group; /* not QKV */
+        const int octet = HEADS ? group / d.across : 0;
+        const int head = (group - octet * d.across) * (d.units / PAIRED);
+        const bool first = HEADS ? 8 * octet < p.heads.half : units == d.units;
+        const CUtensorMap *map = first ? tall : low;
         for (int k = 0; k < d.steps * S::DEPTH; k += S::DEPTH) {
             const uint32_t full = shared_address(&barrier->W[next.stage]);
             const uint32_t to = ring + next.stage * S::bytes(d.units);
@@ -95,9 +109,15 @@ __device__ void ask_for_weights(const CUtensorMap *tall, const CUtensorMap *low,
                 landed.advance(d.stages);
             }
             barrier_expect(full, 2 * units * PANEL_ROW_BYTES);
-            copy_box(to, map, full, READ_ONCE, k, unit, 0);
-            copy_box(to + d.units * PANEL_ROW_BYTES, map, full, READ_ONCE,
-                     activate ? k : k + PANEL_DEPTH, unit, activate ? 1 : 0);
+            const uint32_t second = to + d.units * PANEL_ROW_BYTES;
+            if constexpr (HEADS) {
+                copy_box(to, map, full, READ_ONCE, k, 0, 0, octet, head);
+                copy_box(second, map, full, READ_ONCE, k + PANEL_DEPTH, 0, 0, octet, head);
+            } else {
+                copy_box(to, map, full, READ_ONCE, k, unit, 0);
+                copy_box(second, map, full, READ_ONCE, ACTIVATE ? k : k + PANEL_DEPTH, unit,
+                         ACTIVATE ? 1 : 0);
+            }
             next.advance(d.stages);
         }
     }
@@ -110,7 +130,8 @@ __device__ void ask_for_rows(const CUtensorMap *map, const deal &d, uint32_t rin
     place next = {0, 1};
     prefetch_map(map);
     wait_for_inputs();
-    for (int tile = 0; tile < d.tiles; tile++)
+    const int tiles = tile_walk(d).tiles;
+    for (int tile = 0; tile < tiles; tile++)
         for (int k = 0; k < d.steps * S::DEPTH; k += S::DEPTH) {
             const uint32_t full = shared_address(&barrier->rows[next.stage]);
             const uint32_t to =
@@ -159,72 +180,32 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[2][ROWS / 2], const 
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier->empty[last]));
 }
 
-/* What a thread's outputs need of other kernels, asked for before the tile's products. Output i of the
- * thread: half = i / 2 % 2 chooses the unit, 8 apart; t = i / 4 * 8 + i % 2 past its first row. */
-template <int ROWS, bool ACTIVATE> struct ahead {
-    float scale[ROWS / 4];
-    float before[ACTIVATE ? 1 : ROWS / 2];
-
-    __device__ __forceinline__ void load(const product &p, int t, int unit, int last) {
-#pragma unroll
-        for (int i = 0; i < ROWS / 4; i++) {
-            const int row = t + i / 2 * 8 + i % 2;
-            scale[i] = p.scale && row < p.T ? __ldcg(p.scale + row) : 1.0f;
-        }
-        if constexpr (!ACTIVATE) {
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) {
-                const int row = t + i / 4 * 8 + i % 2, n = unit + i / 2 % 2 * 8;
-                before[i] = p.epilogue == EPILOGUE_ADD && row < p.T && n < last
-                                ? __ldcg(p.y + (size_t)row * p.y_stride + n)
-                                : 0.0f;
-            }
-        }
-    }
-};
-
-/* Of the warpgroup's 64 units this thread has two: `unit` and the one 8 further, if before last. */
-template <int ROWS, bool ACTIVATE>
-__device__ __forceinline__ void finish_tile(const product &p, const float (&sums)[2][ROWS / 2],
-                                            const ahead<ROWS, ACTIVATE> &ahead, int t, int unit,
-                                            int last) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
-        const int row = t + i / 4 * 8 + i % 2, n = unit + i / 2 % 2 * 8;
-        const float scale = ahead.scale[i / 4 * 2 + i % 2];
-        if (row >= p.T || n >= last) continue;
-        if constexpr (ACTIVATE)
-            ((bf16 *)p.h)[(size_t)row * (p.N / 2) + n] =
-                from_float<bf16>(silu(scale * sums[0][i]) * (scale * sums[1][i]));
-        else
-            p.y[(size_t)row * p.y_stride + n] = ahead.before[i] + scale * (sums[0][i] + sums[1][i]);
-    }
-}
-
-/* What      the contract of struct product, 2 to ROWS rows, bf16 with f32 sums.
+/* What      the contract of struct product, up to ROWS rows, bf16 with f32 sums.
  * Owners    a block the units that `deal` says, tile by tile for all of K. The warpgroup: 64 units by
  *           ROWS rows; a thread two units by ROWS / 4 rows.
- * Shared    a ring of stages (stage_form), 8 KB past it, barriers. A tile of fewer than 64 units
- *           leaves the upper rows of A to what lies behind its panel, numbers or not: these reach
- *           sums of units past the tile alone, which nobody stores.
+ * Shared    a ring of stages (stage_form), 8 KB past it, barriers, facts. A tile of fewer than 64
+ *           units leaves the upper rows of A to what lies behind its panel, numbers or not: these
+ *           reach sums of units past the tile alone, which nobody stores.
  * Bound     bytes of W, each read once. The rows come from L2, T / (units of a tile) of the bytes of W:
  *           at T = 16 half for N = 4096, a seventh for gate and up.
  * Numerics  f32 sums over K in ascending order, even and odd pieces of 64 apart (not with ACTIVATE),
- *           whatever the tile. Rows past T, units past N and K's end arrive as zeros.
- * Barriers  struct barriers; __syncthreads: barriers are ready | used.
- * Order     W is asked for at once, up to the ring's size before the inputs are there; rows, residual
- *           and scale after the wait.
+ *           whatever the tile. Rows past T, units past N and K's end arrive as zeros. Sums of
+ *           squares by thread, lanes, warps and blocks, each in order.
+ * Barriers  struct barriers; __syncthreads: barriers are ready | used; leave_squares.
+ * Order     W is asked for at once, up to the ring's size before the inputs are there; rows, their
+ *           facts, residual, cosines and sines after the wait.
  * Form      one warpgroup and few registers rather than the 384 threads of cuda_matmul_hopper.cu, so
  *           that neighbours of the chain share a multiprocessor. */
-template <int ROWS, bool ACTIVATE>
-__global__ void __launch_bounds__(THREADS, 2)
+template <int ROWS, enum epilogue E>
+__global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
     few_rows_wgmma(const __grid_constant__ CUtensorMap tall,
                    const __grid_constant__ CUtensorMap low,
                    const __grid_constant__ CUtensorMap rows, const __grid_constant__ product p,
                    const __grid_constant__ deal d) {
-    using S = stage_form<ROWS, ACTIVATE>;
+    using S = stage_form<ROWS, E == EPILOGUE_ACTIVATE>;
     extern __shared__ unsigned char ring_memory[];
     __shared__ barriers barrier;
+    __shared__ row_facts<ROWS> facts;
     const uint32_t ring = panel_aligned(shared_address(ring_memory));
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int lane = (int)threadIdx.x % 32;
@@ -235,30 +216,53 @@ __global__ void __launch_bounds__(THREADS, 2)
             barrier_init(shared_address(&barrier.rows[s]), 1);
             barrier_init(shared_address(&barrier.empty[s]), CONSUMERS / 32);
         }
+        barrier_init(shared_address(&barrier.facts), 1);
         barriers_ready();
     }
     __syncthreads();
     if (warp == CONSUMERS / 32) {
-        if (lane == 0) ask_for_weights<S>(&tall, &low, d, ring, &barrier, ACTIVATE);
+        if (lane == 0) ask_for_weights<S, E>(&tall, &low, p, d, ring, &barrier);
         return;
     }
-    if (warp > CONSUMERS / 32) {
+    if (warp == CONSUMERS / 32 + 1) {
         if (lane == 0) ask_for_rows<S>(&rows, d, ring, &barrier);
         return;
     }
     wait_for_inputs();
+    if (warp > CONSUMERS / 32) {
+        gather_facts<ROWS, E>(p, facts);
+        if (lane == 0) barrier_arrive(shared_address(&barrier.facts));
+        return;
+    }
     const tile_walk walk(d);
     const int t = 2 * (lane % 4);
     place next = {0, 0};
-    for (int tile = 0; tile < d.tiles; tile++) {
-        const int unit = walk.unit(tile) + warp * 16 + lane / 4;
-        const int last = min(walk.unit(tile + 1), units_of(p));
+    float squares[ROWS / 4] = {};
+    for (int tile = 0; tile < walk.tiles; tile++) {
+        const int group = walk.group(tile), n = group * d.group + warp * 16 + lane / 4;
+        const int last = min(walk.group(tile + 1) * d.group, units_of(p));
         float sums[2][ROWS / 2];
-        ahead<ROWS, ACTIVATE> ahead;
-        ahead.load(p, t, unit, last);
-        multiply_tile<ROWS, S>(sums, d, ring, &barrier, next);
-        finish_tile<ROWS, ACTIVATE>(p, sums, ahead, t, unit, last);
+        const auto multiply = [&] {
+            multiply_tile<ROWS, S>(sums, d, ring, &barrier, next);
+            barrier_wait(shared_address(&barrier.facts), 0);
+        };
+        if constexpr (E == EPILOGUE_ADD) {
+            const residual<ROWS> before(p, t, n, last);
+            multiply();
+            finish_add<ROWS>(p, sums, before, facts, squares, t, n, last);
+        } else if constexpr (E == EPILOGUE_QKV) {
+            const int octet = group / d.across;
+            const int head = (group - octet * d.across) * (d.units / PAIRED) + warp;
+            const pair_of_head pair(p.heads, octet, head, lane / 4);
+            const turns<ROWS> turns(p, t, pair);
+            multiply();
+            finish_heads<ROWS>(p, sums, turns, facts, t, pair);
+        } else {
+            multiply();
+            finish_plain<ROWS, E>(p, sums, facts, t, n, last);
+        }
     }
+    if (E == EPILOGUE_ADD && p.gamma) leave_squares<ROWS>(p, squares, facts);
 }
 
 /* ---- launching ---- */
@@ -267,40 +271,101 @@ int divide_up(int a, int b) {
     return (a + b - 1) / b;
 }
 
-template <int ROWS, bool ACTIVATE> void launch(struct cuda_backend *b, const struct product *p) {
-    using S = stage_form<ROWS, ACTIVATE>;
+int blocks_for(const struct cuda_backend *b, int groups) {
+    return std::min({groups, b->multiprocessors, (int)CUDA_SQUARES});
+}
+
+/* With QKV every tile has as many heads as it takes for the blocks to do with one tile each, at
+ * most 4; past the last head a tile is zeros. */
+deal deal_for(const struct cuda_backend *b, const struct product &p) {
     deal d = {};
-    const int groups = divide_up(units_of(*p), GROUP);
-    const int blocks = std::min(b->multiprocessors, groups), most = divide_up(groups, blocks);
-    d.each = groups / blocks;
-    d.more = groups % blocks;
-    d.tiles = divide_up(most, MOST_GROUPS);
-    d.units = divide_up(most, d.tiles) * GROUP;
+    int groups = 0;
+    if (p.epilogue == EPILOGUE_QKV) {
+        const int heads = p.heads.H + 2 * p.heads.G, octets = p.heads.D / PAIRED;
+        do {
+            d.group += PAIRED;
+            d.across = divide_up(heads, d.group / PAIRED);
+            groups = octets * d.across;
+        } while (d.group < MOST_UNITS && groups > b->multiprocessors);
+    } else {
+        d.group = SWIZZLED;
+        groups = divide_up(units_of(p), d.group);
+    }
+    d.blocks = blocks_for(b, groups);
+    d.each = groups / d.blocks;
+    d.more = groups % d.blocks;
+    const int most = divide_up(groups, d.blocks);
+    d.tiles = divide_up(most, MOST_UNITS / d.group);
+    d.units = divide_up(most, d.tiles) * d.group;
+    return d;
+}
+
+/* W as [K, 8, 2, octets, heads]: pairs of rows that lie `apart` rows from each other. A box: 64 of
+ * K, an octet of the pairs of so many heads. */
+bool heads_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p, int apart,
+               int box_heads) {
+    const uint64_t row = (uint64_t)p.K * 2; /* bytes */
+    struct tensor_view t = {};
+    t.start = p.W;
+    t.rank = 5;
+    t.size[0] = (uint64_t)p.K;
+    t.size[1] = 8;
+    t.size[2] = 2;
+    t.size[3] = (uint64_t)(p.heads.D / PAIRED);
+    t.size[4] = (uint64_t)(p.heads.H + 2 * p.heads.G);
+    t.stride[1] = row;
+    t.stride[2] = (uint64_t)apart * row;
+    t.stride[3] = (apart > 8 ? 8 : (uint64_t)PAIRED) * row;
+    t.stride[4] = (uint64_t)p.heads.D * row;
+    t.box[0] = PANEL_DEPTH;
+    t.box[1] = 8;
+    t.box[2] = 2;
+    t.box[3] = 1;
+    t.box[4] = (uint32_t)box_heads;
+    return cuda_tensor_map(b, map, &t);
+}
+
+/* The two boxes by which ask_for_weights has a tile. */
+bool weight_maps(struct cuda_backend *b, CUtensorMap map[2], const struct product &p,
+                 const deal &d) {
+    if (p.epilogue == EPILOGUE_QKV)
+        return heads_map(b, &map[0], p, std::max(p.heads.half, 8), d.units / PAIRED) &&
+               heads_map(b, &map[1], p, 8, d.units / PAIRED);
+    return cuda_weight_map(b, &map[0], p, d.units) &&
+           cuda_weight_map(b, &map[1], p, std::max(d.units - d.group, d.group));
+}
+
+template <int ROWS, enum epilogue E> void launch(struct cuda_backend *b, const struct product *p) {
+    using S = stage_form<ROWS, E == EPILOGUE_ACTIVATE>;
+    deal d = deal_for(b, *p);
     d.steps = divide_up(p->K, S::DEPTH);
-    const int block = ROWS > 16                     ? SHARED_BYTES_WIDE
-                      : p->epilogue == EPILOGUE_ADD ? SHARED_BYTES_ADD
-                                                    : SHARED_BYTES;
-    const int shared = block - (int)sizeof(barriers);
-    const int beyond =
-        (MOST_GROUPS * GROUP - d.units) * PANEL_ROW_BYTES; /* rows of A past a panel */
+    const int block = ROWS > 16           ? SHARED_BYTES_WIDE
+                      : E == EPILOGUE_ADD ? SHARED_BYTES_ADD
+                                          : SHARED_BYTES;
+    const int shared = block - (int)(sizeof(barriers) + sizeof(row_facts<ROWS>));
+    const int beyond = (MOST_UNITS - d.units) * PANEL_ROW_BYTES; /* rows of A past a panel */
     d.stages = std::min((shared - PANEL_ALIGNMENT - beyond) / S::bytes(d.units), (int)MAX_STAGES);
     d.in_flight = std::min(divide_up(IN_FLIGHT, 2 * d.units * PANEL_ROW_BYTES), d.stages);
-    CUtensorMap tall, low, rows;
-    if (cuda_weight_map(b, &tall, *p, d.units) &&
-        cuda_weight_map(b, &low, *p, std::max(d.units - GROUP, (int)GROUP)) &&
-        cuda_matrix_map(b, &rows, p->in, p->T, p->K, ROWS))
-        cuda_launch(b, "few_rows_wgmma", few_rows_wgmma<ROWS, ACTIVATE>, dim3((unsigned)blocks),
-                    THREADS, (size_t)shared, tall, low, rows, *p, d);
+    CUtensorMap W[2], rows;
+    if (weight_maps(b, W, *p, d) && cuda_matrix_map(b, &rows, p->in, p->T, p->K, ROWS))
+        cuda_launch(b, "few_rows_wgmma", few_rows_wgmma<ROWS, E>, dim3((unsigned)d.blocks), THREADS,
+                    (size_t)shared, W[0], W[1], rows, *p, d);
 }
 
 template <int ROWS> void launch(struct cuda_backend *b, const struct product *p) {
-    if (p->epilogue == EPILOGUE_ACTIVATE)
-        launch<ROWS, true>(b, p);
-    else
-        launch<ROWS, false>(b, p);
+    switch (p->epilogue) {
+    case EPILOGUE_STORE: launch<ROWS, EPILOGUE_STORE>(b, p); return;
+    case EPILOGUE_ADD: launch<ROWS, EPILOGUE_ADD>(b, p); return;
+    case EPILOGUE_ACTIVATE: launch<ROWS, EPILOGUE_ACTIVATE>(b, p); return;
+    case EPILOGUE_QKV: launch<ROWS, EPILOGUE_QKV>(b, p);
+    }
 }
 
 } // namespace
+
+int cuda_matmul_few_parts(const struct cuda_backend *b, int N) {
+    return blocks_for(b, divide_up(N, SWIZZLED));
+}
 
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p) {
     if (p->T <= 8)

@@ -432,17 +432,19 @@ bool cuda_matmul_hopper_takes(const struct product *p) {
     const bool aligned = (uintptr_t)p->W % 16 == 0 && (uintptr_t)p->in % 16 == 0;
     const bool activates =
         p->epilogue != EPILOGUE_ACTIVATE || (p->N % 16 == 0 && (uintptr_t)p->h % 8 == 0);
-    return p->dtype == BF16 && p->T >= 2 && p->N >= 1 && p->K >= 8 && p->K % 8 == 0 && aligned &&
-           activates;
+    const bool pairs = p->epilogue != EPILOGUE_QKV ||
+                       (p->T <= CUDA_FEW_ROWS && p->heads.D % 16 == 0 && p->heads.half % 8 == 0);
+    return p->dtype == BF16 && p->T >= 1 && p->N >= 1 && p->K >= 8 && p->K % 8 == 0 && aligned &&
+           activates && pairs;
 }
 
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     if (!cuda_matmul_hopper_takes(p)) {
-        cuda_failed(b, "cuda_matmul_hopper: bf16, 2 rows or more, K a multiple of 8",
+        cuda_failed(b, "cuda_matmul_hopper: bf16, K a multiple of 8, N as the epilogue needs it",
                     cudaErrorInvalidValue);
         return;
     }
-    if (p->T <= MATMUL_FEW) {
+    if (p->T <= CUDA_FEW_ROWS) {
         cuda_matmul_few(b, p);
         return;
     }

@@ -4,15 +4,12 @@
 
 #include "kernels/cuda_tensor_map.h"
 
-/* Rows up to which they are the narrow side of the tensor cores' products, and W the 64-row side. */
-enum { MATMUL_FEW = 64 };
-
 /* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up row. */
 __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
 
-/* Up to MATMUL_FEW rows. */
+/* Up to CUDA_FEW_ROWS rows. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
 
 /* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, so many units, one side. */

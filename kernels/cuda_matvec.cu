@@ -18,7 +18,7 @@ enum {
      * windows, once for every 8 pairs of rows. */
     INPUT_BYTES = 64 << 10,
     /* More than half of Hopper's shared memory, so that two blocks never share a multiprocessor
-     * (see cuda_few_rows.cu). */
+     * (see cuda_matmul_few.cu). */
     ALONE_BYTES = 116 << 10
 };
 

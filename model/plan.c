@@ -3,9 +3,9 @@
 #include "kernels/config.h"
 
 static const char *const region_names[REGIONS] = {
-    "weights",      "keys",    "values",         "rows",         "RoPE",   "residual stream",
-    "qkv",          "queries", "attention",      "feed-forward", "logits", "input panels",
-    "norm factors", "parts",   "thread buffers", "counters",     "sampler"};
+    "weights",      "keys",    "values",    "rows",           "RoPE",     "residual stream",
+    "qkv",          "queries", "attention", "feed-forward",   "logits",   "input panels",
+    "norm factors", "squares", "parts",     "thread buffers", "counters", "sampler"};
 
 const char *region_name(enum region region) {
     return region_names[region];
@@ -46,6 +46,7 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
         bytes[REGION_H] = m * rows * ffn;
         bytes[REGION_PANELS] = m * rows * width;
         bytes[REGION_SCALES] = 4 * rows;
+        bytes[REGION_SQUARES] = 4 * CUDA_SQUARES * CUDA_FEW_ROWS;
         bytes[REGION_PARTS] = 4 * min(rows, CUDA_DECODE_ROWS) * CUDA_PARTS * heads * (head_dim + 2);
         bytes[REGION_COUNTERS] = 4 * CUDA_COUNTERS;
         bytes[REGION_DRAWS] = 4 * (CUDA_DRAW_WORDS + 2 * (uint64_t)c->vocab);

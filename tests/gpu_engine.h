@@ -47,7 +47,7 @@ struct gpu {
 /* What an operator may leave there is nobody's. */
 static inline bool is_scratch(enum region region) {
     return region == REGION_QKV || region == REGION_PANELS || region == REGION_SCALES ||
-           region == REGION_PARTS || region == REGION_DRAWS;
+           region == REGION_SQUARES || region == REGION_PARTS || region == REGION_DRAWS;
 }
 
 static inline size_t region_end(const struct plan *plan, enum region region) {

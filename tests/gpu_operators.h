@@ -12,6 +12,7 @@ struct step {
     enum dtype dtype;
     size_t T, C, H, G, D, F, V, S, qkv;
     size_t every; /* of wide products so many columns are not computed but one */
+    bool chained; /* nothing is written between the operators, as in a whole step */
     char name[160];
 };
 
@@ -85,11 +86,16 @@ static inline void check_rows(struct step *s, int slot, int position) {
     free(tokens);
 }
 
+static inline void poison(struct step *s, enum region region) {
+    if (!s->chained) gpu_poison(s->g, region);
+}
+
 /* Before an operator. */
 static inline void begin(struct step *s) {
-    gpu_poison(s->g, REGION_QKV);
-    gpu_poison(s->g, REGION_PANELS);
-    gpu_poison(s->g, REGION_SCALES);
+    poison(s, REGION_QKV);
+    poison(s, REGION_PANELS);
+    poison(s, REGION_SCALES);
+    poison(s, REGION_SQUARES);
 }
 
 /* Two cases: the output at `region` is right, and nothing else has changed. */
@@ -108,8 +114,8 @@ static inline void check_embed(struct step *s) {
     struct gpu *g = s->g;
     const struct config *c = &g->host.config;
     struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * s->D);
-    gpu_poison(g, REGION_X);
-    gpu_poison(g, REGION_ROPE);
+    poison(s, REGION_X);
+    poison(s, REGION_ROPE);
     begin(s);
     g->device.ops->embed(&g->device, s->rows);
     if (gpu_read(g, s->name, "embed")) {
@@ -181,7 +187,7 @@ static inline void check_qkv(struct step *s, int layer) {
     struct gpu *g = s->g;
     struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
     const size_t queries = s->H * s->D;
-    gpu_poison(g, REGION_Q);
+    poison(s, REGION_Q);
     begin(s);
     g->device.ops->qkv(&g->device, layer, s->rows);
     if (gpu_read(g, s->name, "qkv")) {
@@ -206,8 +212,8 @@ static inline void check_attend(struct step *s, int layer) {
     const size_t count = s->T * s->H * s->D;
     const size_t cache = (size_t)g->device.plan.limits.slots * s->G * s->S * s->D;
     const size_t before = layer_offset(s, layer) * dtype_size(s->dtype);
-    gpu_poison(g, REGION_A);
-    gpu_poison(g, REGION_PARTS);
+    poison(s, REGION_A);
+    poison(s, REGION_PARTS);
     begin(s);
     g->device.ops->attend(&g->device, layer, s->rows);
     if (!gpu_read(g, s->name, "attend")) return;
@@ -276,7 +282,7 @@ static inline struct both *reference_gate_up(const struct step *s, int layer,
 static inline void check_gate_up(struct step *s, int layer) {
     struct gpu *g = s->g;
     struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
-    gpu_poison(g, REGION_H);
+    poison(s, REGION_H);
     begin(s);
     g->device.ops->gate_up(&g->device, layer, s->rows);
     if (gpu_read(g, s->name, "gate_up")) {
@@ -297,7 +303,7 @@ static inline void check_classify(struct step *s) {
     const size_t n = (size_t)s->rows.classified, used = (size_t)e->config->vocab_used;
     const float *first = (float *)was(s, REGION_X) + (s->T - n) * s->C;
     struct both *x = both_of(first, F32, n * s->C);
-    gpu_poison(g, REGION_LOGITS);
+    poison(s, REGION_LOGITS);
     begin(s);
     g->device.ops->classify(&g->device, s->rows);
     if (gpu_read(g, s->name, "classify")) {

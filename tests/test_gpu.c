@@ -29,22 +29,29 @@ enum {
     POSITIONS = sizeof positions / sizeof *positions
 };
 
-static void name_step(struct step *s, bool general) {
+/* The device's own kernels, the general ones, and the former once more in a chain, where an
+ * operator finds what the one before it has left. */
+enum path { OWN, GENERAL, CHAINED, PATHS };
+
+static void name_step(struct step *s, enum path path) {
+    static const char *const names[] = {"", ", general path", ", in a chain"};
     snprintf(s->name, sizeof s->name, "C %zu H %zu G %zu D %zu F %zu V %zu %s, T %zu at %d%s", s->C,
              s->H, s->G, s->D, s->F, s->V, dtype_name(s->dtype), s->T, row_numbers(s, 2)[0],
-             general ? ", general path" : "");
+             names[path]);
 }
 
-/* T rows at a position of slot 1 of two, on both paths; everything else in the caches is NaN. */
+/* T rows at a position of slot 1 of two, on all paths; everything else in the caches is NaN. */
 static void check_step(struct gpu *g, int T, int position, size_t every) {
-    for (int general = 0; general < 2; general++) {
+    for (int path = 0; path < PATHS; path++) {
         struct step s = step_of(g, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4}, every);
-        cuda_general_path(&g->device, general);
+        s.chained = path == CHAINED;
+        if (s.chained && (s.dtype == F32 || T > CUDA_FEW_ROWS)) continue;
+        cuda_general_path(&g->device, path == GENERAL);
         gpu_reset(g);
         fill_cache(&s, 1, (size_t)position);
         gpu_put_all(g);
         row_numbers(&s, 2)[0] = position; /* for the name; the device is told below */
-        name_step(&s, general);
+        name_step(&s, (enum path)path);
         check_rows(&s, 1, position);
         check_operators(&s);
     }
@@ -153,7 +160,7 @@ static void rows_of_several_slots(void) {
                 fill_cache(&s, 2, 303);
                 cuda_general_path(&g.device, general);
                 gpu_put_all(&g);
-                name_step(&s, general);
+                name_step(&s, general ? GENERAL : OWN);
                 strcat(s.name, ", three slots");
                 check_operators(&s);
                 gpu_close(&g);
