@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
             multiply();
             finish_add<ROWS>(p, sums, before, facts, squares, t, n, last);
         } else if constexpr (E == EPILOGUE_QKV) {
-            const int octet = group / d.across;
-            const int head = (group - octet * d.across) * (d.units / PAIRED) + warp;
+            const int octet = group / d.across, heads = d.units / PAIRED; /* of the tile */
+            const int head = warp < heads ? (group - octet * d.across) * heads + warp : NO_HEAD;
             const pair_of_head pair(p.heads, octet, head, lane / 4);
             const turns<ROWS> turns(p, t, pair);
             multiply();

@@ -19,6 +19,9 @@ enum { FEW_CONSUMERS = 128 }; /* threads: a warpgroup */
  * that a thread has both sums of a pair. */
 enum { PAIRED = 16 };
 
+/* A head past all: of warps that a tile has no head for. */
+enum { NO_HEAD = 1 << 30 };
+
 /* What the threads of a block share of the rows of the step. */
 template <int ROWS> struct row_facts {
     float scale[ROWS];  /* the norm's factor */
