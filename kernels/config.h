@@ -48,14 +48,12 @@ enum {
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
     CUDA_MATVEC_ROWS = 4,
     /* Parts that attention of few rows cuts a row's positions into, at most, and the least positions of
-     * one in f32; in bf16 cuda_attention_tile.cuh says when. */
+     * one in f32; in bf16 each kernel has its own. */
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
-    /* Positions up to which the cache counts as short: attention then takes little memory of a
-     * multiprocessor rather than keep many bytes under way. One row's parts travel within a cluster up to
-     * there; several rows are not cut into parts. */
+    /* Positions up to which the cache counts as short. On Hopper attention then takes little memory of a
+     * multiprocessor rather than keep many bytes under way, and its parts meet within a cluster. */
     CUDA_NEAR = 2048,
-    CUDA_SHORT = 256,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
      * cuda_few_rows.cu: 227 KB on data-centre chips from Hopper on, 99 KB on others of their age. */
     CUDA_STREAM_SHARED = 200 << 10,
