@@ -42,9 +42,9 @@ template <int D_> struct far_geometry {
     static_assert(stages * stage_bytes <= SHARED && warps * result * 4 <= SHARED, "they fit");
 };
 
-/* Of a thread. Where 8 queries are enough, a scheduler has room for three warps of cuda_decode.cu with 64
- * registers beside two of these. */
-template <class S, int SETS> constexpr int registers = S::D > 128 || SETS > 1 ? 255 : 160;
+/* Of a thread. Where 8 queries are enough, a scheduler has room for three warps of cuda_decode.cu with 72
+ * registers beside two of these: 16128 of 16384. */
+template <class S, int SETS> constexpr int registers = S::D > 128 || SETS > 1 ? 255 : 144;
 
 /* The next stage for one of `step` that take turns. */
 template <class S> struct place {
@@ -324,6 +324,7 @@ __global__ void __maxnreg__((registers<S, SETS>))
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[S::stages], empty[S::stages];
     start_dependents();
+    const struct work w = work_of(a, cut, {0, LEAST, ROUND}, 0, cut.ratio);
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::stages; s++) {
             barrier_init(shared_address(&full[s]), 1);
@@ -332,7 +333,6 @@ __global__ void __maxnreg__((registers<S, SETS>))
         barriers_ready();
     }
     __syncthreads();
-    const struct work w = work_of(a, cut, {0, LEAST, ROUND}, 0, cut.ratio);
     if (w.index >= w.count) {
         wait_for_inputs();
         return;

@@ -186,7 +186,7 @@ static __device__ __forceinline__ struct merged merge_parts(const struct part_st
             other[i] = make_float2(-INFINITY, 0.0f);
             x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (first + i < count) {
-                const size_t at = (size_t)(first + i) * heads;
+                const int at = (first + i) * heads;
                 other[i] = __ldcg(parts.sums + at);
                 x[i] = __ldcg((const float4 *)(parts.values + at * S::D));
             }
