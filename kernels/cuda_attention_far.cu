@@ -7,10 +7,10 @@ namespace {
 /* ---- configuration ---- */
 
 enum {
-    CONSUMERS =
-        7, /* warps: with the producer two for each scheduler, beside a block of cuda_decode.cu */
-    LEAST = 128, /* positions of a part */
-    ROUND = 16,  /* what they are a multiple of: parts differ by less than 1 % */
+    /* Warps: with the producer two for each scheduler, beside a block of cuda_decode.cu. */
+    CONSUMERS = 7,
+    PART_LEAST = 128, /* positions of a part */
+    PART_ROUND = 16,  /* what they are a multiple of: parts differ by less than 1 % */
     /* Of stages. 4.6 TB/s for 1.5 us of a busy memory ask for 52 KB under way on each multiprocessor; one
      * stage or two are being read. */
     RING = 113 << 10,
@@ -324,7 +324,7 @@ __global__ void __maxnreg__((registers<S, SETS>))
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[S::stages], empty[S::stages];
     start_dependents();
-    const struct work w = work_of(a, cut, {0, LEAST, ROUND}, 0, cut.ratio);
+    const struct work w = work_of(a, cut, {0, PART_LEAST, PART_ROUND}, 0, cut.ratio);
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::stages; s++) {
             barrier_init(shared_address(&full[s]), 1);

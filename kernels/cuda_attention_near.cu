@@ -5,10 +5,8 @@
 
 namespace {
 
-enum {
-    PART_LEAST = 128,
-    PART_ROUND = 64
-}; /* positions of a part, and what they are a multiple of */
+/* Positions of a part, and what they are a multiple of. */
+enum { PART_LEAST = 128, PART_ROUND = 64 };
 
 /* Blocks whose registers fit together: 128 a thread up to D = 128, so that a block fits beside two of
  * cuda_decode.cu. */

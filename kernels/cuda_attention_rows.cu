@@ -4,10 +4,8 @@
 
 namespace {
 
-enum {
-    PART_LEAST = 128,
-    PART_ROUND = 64
-}; /* positions of a part, and what they are a multiple of */
+/* Positions of a part, and what they are a multiple of. */
+enum { PART_LEAST = 128, PART_ROUND = 64 };
 
 /* Blocks whose registers fit together. */
 template <class S, int SETS> constexpr int blocks_of_registers = S::D > 128 ? 2 : SETS > 1 ? 3 : 4;
