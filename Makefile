@@ -43,7 +43,8 @@ FLAGS    := $(CFLAGS) $(WARNINGS) $(HARDEN) $(EXTRA) $(if $(NVCC),-DWITH_CUDA) -
 # quicker. The files of Hopper's own path hold no code for older ones.
 CUDA_ARCHS    ?= 80 86 89 90a
 CUDA_GENCODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_90,code=compute_90
-HOPPER_SOURCE := kernels/cuda_decode.cu kernels/cuda_attention_near.cu
+HOPPER_SOURCE := kernels/cuda_decode.cu kernels/cuda_attention_near.cu kernels/cuda_attention_far.cu \
+                 kernels/cuda_attention_rows.cu
 HOPPER_ARCHS  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
 # wgmma is in sm_90a alone: later devices have no code for it, nor does PTX.
 WGMMA_SOURCE  := kernels/cuda_matmul_hopper.cu kernels/cuda_matmul_few.cu kernels/cuda_attention_hopper.cu

@@ -53,15 +53,15 @@ enum {
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
     CUDA_MATVEC_ROWS = 4,
     /* Parts that attention of few rows cuts a row's positions into, at most, and the least positions of
-     * one in f32; in bf16 cuda_attention_tile.cuh says when. */
+     * one in f32; in bf16 each kernel has its own. */
     CUDA_PARTS = 64,
     CUDA_PART_POSITIONS = 64,
-    /* Positions up to which the cache counts as short: attention then takes little memory of a
-     * multiprocessor rather than keep many bytes under way, and one block does a kv head. */
-    CUDA_SHORT = 256,
-    /* The same for one row on Hopper, times the head size: 768 positions of 128, 1536 of 64. A cluster
-     * shares them. 8B (128) after 500, 1000, 2000: 3702, 3734, 3816 us a step against 3705 at 1000 and
-     * 3759 at 2000 with the form for long ones; 1B (64): 705, 714, 735 against 742 and 756. */
+    /* Positions up to which the cache counts as short: on Hopper attention then takes little memory of a
+     * multiprocessor rather than keep many bytes under way, and its parts meet within a cluster. */
+    CUDA_NEAR = 2048,
+    /* The same for one row, times the head size: 768 positions of 128, 1536 of 64. 8B (128) after 500,
+     * 1000, 2000: 3702, 3734, 3816 us a step against 3705 at 1000 and 3759 at 2000 with a form for long
+     * ones; 1B (64): 705, 714, 735 against 742 and 756. */
     CUDA_NEAR_VALUES = 96 << 10,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
      * cuda_matmul_few.cu: data-centre chips from Hopper on have 227 KB, others of their age 99. */

@@ -140,12 +140,17 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.G = c->kv_heads;
     a.D = c->head_dim;
     a.S = e->plan.limits.context;
-    a.is_short = cuda_is_short(e, rows.count);
     a.scale = c->attention_scale;
+    const bool near = cuda_is_short(e, rows.count); /* speed alone depends on it */
     if (c->weight_dtype == F32)
         cuda_attention_f32(b, &a);
-    else if (rows.count == 1 && a.is_short && on_hopper(e) && cuda_attention_near_takes(&a))
+    else if (rows.count == 1 && near && on_hopper(e) && cuda_attention_near_takes(&a))
         cuda_attention_near(b, &a);
+    else if (rows.count == 1 && on_hopper(e) && cuda_attention_far_takes(&a))
+        cuda_attention_far(b, &a);
+    else if (rows.count <= CUDA_DECODE_ROWS && near && on_hopper(e) &&
+             cuda_attention_rows_takes(&a))
+        cuda_attention_rows(b, &a);
     else if (rows.count <= CUDA_DECODE_ROWS && cuda_attention_decode_takes(a.D))
         cuda_attention_decode(b, &a);
     else if (has_wgmma(e) && cuda_attention_hopper_takes(&a))

@@ -201,4 +201,9 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
                  : "memory");
 }
 
+/* What this thread sees in global memory, its bulk copies see as well. */
+__device__ __forceinline__ void copies_see_writes() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 #endif

@@ -46,10 +46,8 @@ static inline struct cuda_backend *backend_of(const struct engine *e) {
 /* Whether the cache is short when the next step of so many rows has been made. Attention has a form for
  * either, and steps have a graph. */
 static inline bool cuda_is_short(const struct engine *e, int rows) {
-    const struct cuda_backend *b = backend_of(e);
-    const bool clusters = rows == 1 && b->capability >= 90 && !b->general;
-    const int most = clusters ? CUDA_NEAR_VALUES / e->config->head_dim : CUDA_SHORT;
-    return b->position + rows <= most;
+    const int most = rows == 1 ? CUDA_NEAR_VALUES / e->config->head_dim : CUDA_NEAR;
+    return backend_of(e)->position + rows <= most;
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
@@ -214,7 +212,6 @@ struct cuda_attention {
     float *parts;                     /* f32, REGION_PARTS (plan.h) */
     unsigned *counters;               /* REGION_COUNTERS, zero before and after */
     int T, H, G, D, S;
-    bool is_short; /* as far as the host knows: speed alone depends on it */
     float scale;
 };
 
@@ -229,9 +226,15 @@ bool cuda_attention_hopper_takes(const struct cuda_attention *a);
 void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a);
 /* Whether it has an instance for the head size; the others take every multiple of 8 up to 256. */
 bool cuda_attention_decode_takes(int D);
-/* One row over a short cache on Hopper, bf16 (cuda_attention_near.cu). */
+/* One row on Hopper, bf16: over a near cache (cuda_attention_near.cu), and over a far one
+ * (cuda_attention_far.cu). */
 bool cuda_attention_near_takes(const struct cuda_attention *a);
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a);
+bool cuda_attention_far_takes(const struct cuda_attention *a);
+void cuda_attention_far(struct cuda_backend *b, const struct cuda_attention *a);
+/* Up to CUDA_DECODE_ROWS rows over a near cache on Hopper, bf16 (cuda_attention_rows.cu). */
+bool cuda_attention_rows_takes(const struct cuda_attention *a);
+void cuda_attention_rows(struct cuda_backend *b, const struct cuda_attention *a);
 /* f32, any rows (cuda_attention_f32.cu). */
 void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a);
 

@@ -1,100 +1,13 @@
 /* Attention of steps of few rows: consecutive rows of a slot share each pass over its cache. */
 #include "kernels/cuda_attention_tile.cuh"
 
-/* ---- merging ---- */
-
-/* A row's parts: f32 [CUDA_PARTS, H, D] of values, then [CUDA_PARTS, H, 2] of maximum and sum. Both
- * point at part 0 of a query; the next part lies H D floats, or H pairs, on. */
-struct part_store {
-    float *values;
-    float2 *sums;
+enum {
+    /* Positions up to which a row is one part: the merge of parts costs about 2 us, as much as a block
+     * takes for so many positions. */
+    WHOLE = 256,
+    PART_LEAST = 128, /* positions of a part: a tile for each warp */
+    PART_ROUND = 64
 };
-
-template <class S>
-static __device__ __forceinline__ struct part_store parts_of(const struct cuda_attention &a,
-                                                             const struct work &w, int query) {
-    float *parts = a.parts + (size_t)w.cut.row(query) * CUDA_PARTS * a.H * (S::D + 2);
-    const int head = w.kv_head * w.cut.ratio + w.cut.head(query);
-    struct part_store store;
-    store.values = parts + head * S::D;
-    store.sums = (float2 *)(parts + (size_t)CUDA_PARTS * a.H * S::D) + head;
-    return store;
-}
-
-/* Whether this block is the last of its queries to have written its part. */
-static __device__ __forceinline__ bool last_to_write(const struct cuda_attention &a,
-                                                     const struct work &w) {
-    __syncthreads(); /* every thread's share of the part, before the count */
-    bool last = false;
-    if (threadIdx.x == 0) {
-        const int group = blockIdx.z * gridDim.y + blockIdx.y;
-        last = count_up(a.counters + group * a.T + w.first_row, w.count - 1) ==
-               (unsigned)(w.count - 1);
-    }
-    return __syncthreads_or(last); /* the count, before the other parts are read */
-}
-
-/* All parts of a query, BATCH at a time, whose reads overlap, in their order. */
-template <class S>
-static __device__ __forceinline__ struct merged merge_parts(const struct part_store &parts,
-                                                            int count, int heads) {
-    struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll 1
-    for (int first = 0; first < count; first += BATCH) {
-        float2 other[BATCH];
-        float4 x[BATCH];
-        const float before = m.maximum;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            other[i] = make_float2(-INFINITY, 0.0f);
-            x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (first + i < count) {
-                const size_t at = (size_t)(first + i) * heads;
-                other[i] = __ldcg(parts.sums + at);
-                x[i] = __ldcg((const float4 *)(parts.values + at * S::D));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) m.maximum = fmaxf(m.maximum, other[i].x);
-        const float factor = weight_of(before, m.maximum);
-        m.sum *= factor;
-        m.values.x *= factor, m.values.y *= factor, m.values.z *= factor, m.values.w *= factor;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float weight = weight_of(other[i].x, m.maximum);
-            m.sum += weight * other[i].y;
-            add_scaled(m.values, weight, x[i]);
-        }
-    }
-    return m;
-}
-
-/* The warps' results become the output, by way of parts where there are several. */
-template <class S>
-static __device__ __forceinline__ void merge(const struct cuda_attention &a, const struct work &w,
-                                             const float *results) {
-    const int quads = (w.last - w.first) * (S::D / 4);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += THREADS) {
-        const int query = w.first + i / (S::D / 4), dim = 4 * (i % (S::D / 4));
-        const struct merged m = merge_results<S>(results, w, query - w.first, dim);
-        if (w.count == 1) {
-            write_out((bf16 *)a.out + w.at(a, query) + dim, m);
-            continue;
-        }
-        const struct part_store parts = parts_of<S>(a, w, query);
-        *(float4 *)(parts.values + (size_t)w.index * a.H * S::D + dim) = m.values;
-        if (dim == 0) parts.sums[w.index * a.H] = make_float2(m.maximum, m.sum);
-    }
-    if (w.count == 1 || !last_to_write(a, w)) return;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += THREADS) {
-        const int query = w.first + i / (S::D / 4), dim = 4 * (i % (S::D / 4));
-        struct part_store parts = parts_of<S>(a, w, query);
-        parts.values += dim;
-        write_out((bf16 *)a.out + w.at(a, query) + dim, merge_parts<S>(parts, w.count, a.H));
-    }
-}
 
 /* ---- the kernel ---- */
 
@@ -130,7 +43,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const bool together = a.T == 1 || consecutive(a, cut.row(first), cut.row(last - 1));
     for (int from = first, to; from < last; from = to) {
         to = together ? last : min(last, (cut.row(from) + 1) * cut.ratio);
-        const struct work w = work_of(a, cut, from, to);
+        const struct work w = work_of(a, cut, {WHOLE, PART_LEAST, PART_ROUND}, from, to);
         if (w.index < w.count) {
             attend<S, SETS>(a, w, ring, (float *)shared);
             merge<S>(a, w, (const float *)shared);
@@ -157,23 +70,16 @@ static void launch(struct cuda_backend *b, const struct cuda_attention *a) {
                            cudaErrorInvalidValue);
         return;
     }
-    const struct cut cut = {ratio, (((uint64_t)1 << 32) + ratio - 1) / ratio};
     cuda_launch(b, "attention_decode", attention_decode<S, SETS>, grid, THREADS, S::shared_bytes,
-                *a, cut);
+                *a, cut_of(a));
 }
 
-template <class S> static void launch(struct cuda_backend *b, const struct cuda_attention *a) {
+template <int D> static void launch(struct cuda_backend *b, const struct cuda_attention *a) {
+    typedef geometry<D, false> S;
     if (a->T * (a->H / a->G) > QUERIES)
         launch<S, S::most_sets>(b, a);
     else
         launch<S, 1>(b, a);
-}
-
-template <int D> static void launch(struct cuda_backend *b, const struct cuda_attention *a) {
-    if (a->is_short)
-        launch<geometry<D, true>>(b, a);
-    else
-        launch<geometry<D, false>>(b, a);
 }
 
 bool cuda_attention_decode_takes(int D) {

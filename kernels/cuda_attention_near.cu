@@ -1,49 +1,16 @@
 /* Attention of one row over a near cache, on Hopper: a cluster of blocks shares a kv head's positions and
  * merges its parts through shared memory. By way of global memory that takes 2.5 us longer, as fences and
  * counters wait behind the stream of weights. */
-#include "kernels/cuda_attention_tile.cuh"
+#include "kernels/cuda_attention_cluster.cuh"
 
 namespace {
 
-enum { CLUSTER = 8 }; /* blocks at most: what every device grants */
+/* Positions of a part, and what they are a multiple of. */
+enum { PART_LEAST = 128, PART_ROUND = 64 };
 
 /* Blocks whose registers fit together: 128 a thread up to D = 128, so that a block fits beside two of
  * cuda_decode.cu. */
 template <class S> constexpr int blocks_of_registers = S::D > 128 ? 2 : 4;
-
-/* What of four dims travels to the block that merges them. */
-enum { EXCHANGED = sizeof(float4) + sizeof(float2) };
-
-/* ---- shared memory of the cluster's other blocks ---- */
-
-/* The address of a block's copy of a shared variable. */
-__device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    return there;
-}
-
-/* Stores that count on the barrier of the block where they arrive. */
-__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
-                 "{%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
-                 "[%3];" ::"r"(to),
-                 "f"(x.x), "f"(x.y), "r"(barrier)
-                 : "memory");
-}
-
-/* Relaxed: it orders no memory but what barriers_ready made visible. */
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
 
 /* ---- the parts ---- */
 
@@ -63,56 +30,6 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
     w.begin = w.index * size;
     w.end = min(w.length, w.begin + size);
     return w;
-}
-
-/* The blocks' results become the output. Four dims of a query are a quad: quad i of each part goes to
- * block i % count, which merges them in the parts' order. received: f32 [count, share, 4], then
- * [count, share, 2] of maximum and sum. */
-template <class S>
-__device__ __forceinline__ void exchange(const struct cuda_attention &a, const struct work &w,
-                                         const float *results, char *received, uint64_t *barrier) {
-    const int quads = w.last * (S::D / 4), share = divide_up(quads, w.count);
-    const int mine = (quads - w.index + w.count - 1) / w.count;
-    float4 *values = (float4 *)received;
-    float2 *sums = (float2 *)(values + w.count * share);
-    auto out = [&](int quad) {
-        return (bf16 *)a.out + w.at(a, quad / (S::D / 4)) + 4 * (quad % (S::D / 4));
-    };
-    if (threadIdx.x == 0 && w.count > 1)
-        barrier_expect(shared_address(barrier), (uint32_t)(mine * w.count * EXCHANGED));
-#pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += THREADS) {
-        const struct merged m = merge_results<S>(results, w, i / (S::D / 4), 4 * (i % (S::D / 4)));
-        if (w.count == 1) {
-            write_out(out(i), m);
-            continue;
-        }
-        const int to = i % w.count, place = w.index * share + i / w.count;
-        const uint32_t there = address_in(to, shared_address(barrier));
-        send(address_in(to, shared_address(values + place)), m.values, there);
-        send(address_in(to, shared_address(sums + place)), make_float2(m.maximum, m.sum), there);
-    }
-    if (w.count == 1) return;
-    barrier_wait(shared_address(barrier), 0);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < mine; i += THREADS) {
-        struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-        float2 of_part[CLUSTER];
-#pragma unroll
-        for (int part = 0; part < CLUSTER; part++) {
-            const bool exists = part < w.count;
-            of_part[part] = exists ? sums[part * share + i] : make_float2(-INFINITY, 0.0f);
-            m.maximum = fmaxf(m.maximum, of_part[part].x);
-        }
-#pragma unroll
-        for (int part = 0; part < CLUSTER; part++) {
-            if (part >= w.count) continue;
-            const float factor = weight_of(of_part[part].x, m.maximum);
-            m.sum += factor * of_part[part].y;
-            add_scaled(m.values, factor, values[part * share + i]);
-        }
-        write_out(out(i * w.count + w.index), m);
-    }
 }
 
 /* ---- the kernel ---- */
@@ -140,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
         barrier_init(shared_address(&received), 1);
         barriers_ready();
     }
-    cluster_arrive();
+    cluster_arrive_relaxed();
     const struct work w = part_of_block(a, parts);
     cluster_wait();
     if (w.index >= w.count) {
@@ -150,7 +67,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
     struct ring<S> ring;
     ring.open(shared);
     attend<S, SETS>(a, w, ring, (float *)shared);
-    exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received);
+    exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received, 0);
 }
 
 /* ---- the launcher ---- */
@@ -159,9 +76,9 @@ template <class S, int SETS>
 void launch_sets(struct cuda_backend *b, const struct cuda_attention *a) {
     int parts = CLUSTER;
     while (parts > 1 && parts * a->G > b->multiprocessors) parts /= 2;
-    const size_t quads = (size_t)(a->H / a->G) * (S::D / 4);
+    const int quads = a->H / a->G * (S::D / 4);
     cuda_launch_clusters(b, "attention_near", attention_near<S, SETS>, dim3(parts * a->G), parts,
-                         THREADS, S::shared_bytes + (quads + CLUSTER) * EXCHANGED, *a, parts);
+                         THREADS, S::shared_bytes + exchange_bytes(quads), *a, parts);
 }
 
 template <int D> void launch(struct cuda_backend *b, const struct cuda_attention *a) {

@@ -1,24 +1,12 @@
-/* What a warp of decode attention does: its part of the work, its ring of tiles, one tile. */
+/* What a warp of attention does with its tiles: its ring of them, one tile, all tiles of a part. */
 #ifndef KERNELS_CUDA_ATTENTION_TILE_CUH
 #define KERNELS_CUDA_ATTENTION_TILE_CUH
 
-#include "kernels/cuda.cuh"
-#include "kernels/cuda.h"
+#include "kernels/cuda_attention_parts.cuh"
 
 /* ---- configuration ---- */
 
-enum {
-    WARPS = 4,
-    THREADS = 32 * WARPS,
-    QUERIES = 8, /* of a set: the columns of the second product */
-    /* Positions up to which a row is one part: the merge of parts costs about 2 us, as much as a block
-     * takes for so many positions. Longer rows: the least positions of a part, a tile for each warp,
-     * and what its size is a multiple of. */
-    WHOLE = 256,
-    PART_LEAST = 128,
-    PART_ROUND = 64,
-    BATCH = 16 /* parts that a thread reads at once when it merges them */
-};
+enum { WARPS = 4, THREADS = 32 * WARPS };
 
 /* Scores may exceed the maximum that the sums are relative to by so many powers of two before the
  * sums are scaled anew: 2^8 is far from overflow, and few tiles after the first pay for it. */
@@ -26,15 +14,14 @@ static constexpr float SLACK = 8.0f;
 
 /* Ring and tiles by head size and reach. A warp's ring holds `depth` tiles of K and V in turn.
  * Far caches need bytes under way: 64 to 97 KB, of which a good half is (4.6 TB/s for 1.2 us ask for
- * 42 KB on each multiprocessor). Short ones need room: with 34 KB the block fits beside those of the
+ * 42 KB on each multiprocessor). Near ones need room: with 34 KB the block fits beside those of the
  * kernels before and after it, whose stream of weights then does not stop for attention. */
-template <int D_, bool SHORT> struct geometry {
-    static constexpr int D = D_;
+template <int D_, bool NEAR> struct geometry {
+    static constexpr int D = D_, warps = WARPS, threads = THREADS;
     static_assert(D % 16 == 0 && D >= 16 && D <= 256, "steps of the tensor cores; registers");
-    static constexpr int tile = D > (SHORT ? 64 : 128) ? 16
-                                                       : 32; /* positions of a warp at a time */
-    static constexpr int columns = tile / 8;                 /* n8 tiles of scores */
-    static constexpr int depth = SHORT ? D == 80 ? 3 : 2 : D > 96 ? 3 : D > 64 ? 4 : 5;
+    static constexpr int tile = D > (NEAR ? 64 : 128) ? 16 : 32; /* positions of a warp at a time */
+    static constexpr int columns = tile / 8;                     /* n8 tiles of scores */
+    static constexpr int depth = NEAR ? D == 80 ? 3 : 2 : D > 96 ? 3 : D > 64 ? 4 : 5;
     /* A tile is cut into eight runs of positions. Row r of an 8 x 8 matrix comes from run r, and runs
      * lie an odd number of 16 bytes apart: no bank conflicts. */
     static constexpr int row_bytes = 2 * D;
@@ -52,74 +39,6 @@ template <int D_, bool SHORT> struct geometry {
     static_assert(most_sets * QUERIES * record <= result, "a result takes the place of a ring");
     static_assert(shared_bytes <= 98 * 1024, "99 KB are what a block may take from sm_86 on");
 };
-
-/* ---- what a block works on ---- */
-
-static __host__ __device__ __forceinline__ int divide_up(int n, int by) {
-    return (n + by - 1) / by;
-}
-
-/* How the step is cut, the same for all blocks. Queries of a kv head are numbered row by row: query i
- * is head i % ratio of row i / ratio. */
-struct cut {
-    int ratio;
-    uint64_t inverse; /* 2^32 / ratio, rounded up: divides what is below 2^32 / ratio */
-    __device__ __forceinline__ int row(int query) const { return (int)(query * inverse >> 32); }
-    __device__ __forceinline__ int head(int query) const { return query - row(query) * ratio; }
-};
-
-struct work {
-    struct cut cut;
-    int kv_head;
-    int first, last; /* queries first to last - 1: rows of one slot, at consecutive positions */
-    int first_row, last_row; /* theirs */
-    int slot, length;        /* and the positions that the last row sees */
-    int index, count;        /* this part, of so many */
-    int begin, end;          /* its positions */
-    __device__ __forceinline__ int limit(int row) const { return length - (last_row - row); }
-    /* Columns past the last query are like it. */
-    __device__ __forceinline__ int row(int query) const { return cut.row(min(query, last - 1)); }
-    /* Of q and out: the first dim of a query. */
-    __device__ __forceinline__ size_t at(const struct cuda_attention &a, int query) const {
-        return ((size_t)cut.row(query) * a.H + kv_head * cut.ratio + cut.head(query)) * a.D;
-    }
-};
-
-/* This block's part of queries first to last - 1: from their position alone, since the grid is the same
- * for all positions. */
-static __device__ __forceinline__ struct work work_of(const struct cuda_attention &a,
-                                                      const struct cut &cut, int first, int last) {
-    struct work w;
-    w.cut = cut;
-    w.kv_head = blockIdx.z;
-    w.first = first;
-    w.last = last;
-    w.first_row = cut.row(first);
-    w.last_row = cut.row(last - 1);
-    w.slot = __ldcg(a.slots + w.last_row);
-    w.length = __ldcg(a.positions + w.last_row) + 1;
-    w.index = blockIdx.x;
-    w.count = 1;
-    w.begin = 0;
-    w.end = w.length;
-    if (w.length > WHOLE && gridDim.x > 1) {
-        const int share = divide_up(divide_up(w.length, gridDim.x), PART_ROUND) * PART_ROUND;
-        const int size = max((int)PART_LEAST, share);
-        w.count = divide_up(w.length, size);
-        w.begin = w.index * size;
-        w.end = min(w.length, w.begin + size);
-    }
-    return w;
-}
-
-/* Whether rows first to last are consecutive positions of one slot. */
-static __device__ __forceinline__ bool consecutive(const struct cuda_attention &a, int first,
-                                                   int last) {
-    const int row = min(first + (int)threadIdx.x % 32, last);
-    return !__any_sync(0xffffffffu,
-                       __ldcg(a.slots + row) != __ldcg(a.slots + first) ||
-                           __ldcg(a.positions + row) != __ldcg(a.positions + first) + row - first);
-}
 
 /* ---- a warp's ring ---- */
 
@@ -199,11 +118,6 @@ static __device__ __forceinline__ void score_tile(float scores[S::columns][SETS]
     for (int u = 0; u < S::columns; u++)
 #pragma unroll
         for (int i = 0; i < 2 * SETS; i++) scores[u][i / 2][i % 2] = sums[u][i];
-}
-
-/* 2^(x - maximum), and 0 for -inf, of which there may be nothing else. */
-static __device__ __forceinline__ float weight_of(float x, float maximum) {
-    return exp2_fast(x - (maximum == -INFINITY ? 0.0f : maximum));
 }
 
 /* Scores of a set, in powers of two, become weights relative to 2^maximum; positions from `valid` on
@@ -361,46 +275,6 @@ static __device__ __forceinline__ void store_result(float *result, const float m
             for (int k = 0; k < 4; k++)
                 result[(column + k % 2) * RECORD + 16 * i + row + k / 2 * 8] = found[s][i][k];
     }
-}
-
-/* Four neighbouring dims of one query. */
-struct merged {
-    float maximum, sum;
-    float4 values;
-};
-
-static __device__ __forceinline__ void add_scaled(float4 &to, float factor, float4 x) {
-    to.x += factor * x.x, to.y += factor * x.y;
-    to.z += factor * x.z, to.w += factor * x.w;
-}
-
-/* The results of the warps that had a tile, in their order. */
-template <class S>
-static __device__ __forceinline__ struct merged merge_results(const float *results,
-                                                              const struct work &w, int query,
-                                                              int dim) {
-    const int count = min((int)WARPS, divide_up(w.end - w.begin, S::tile));
-    constexpr int RESULT = S::result;
-    const float *record = results + query * S::record;
-    struct merged m = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-        if (i < count) m.maximum = fmaxf(m.maximum, record[i * RESULT + S::D]);
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-        if (i < count) {
-            const float2 sums = *(const float2 *)(record + i * RESULT + S::D);
-            const float factor = weight_of(sums.x, m.maximum);
-            m.sum += factor * sums.y;
-            add_scaled(m.values, factor, *(const float4 *)(record + i * RESULT + dim));
-        }
-    return m;
-}
-
-static __device__ __forceinline__ void write_out(bf16 *to, const struct merged &m) {
-    const float factor = 1.0f / m.sum;
-    *(uint2 *)to = make_uint2(pack_halves(m.values.x * factor, m.values.y * factor),
-                              pack_halves(m.values.z * factor, m.values.w * factor));
 }
 
 /* One pass over the positions of a part, by all warps: their results lie in shared memory after it. */
