@@ -7,16 +7,18 @@ namespace {
 /* ---- configuration ---- */
 
 enum {
-    /* Warps: with the producer two for each scheduler, beside a block of cuda_decode.cu. */
-    CONSUMERS = 7,
+    /* Warps, each with a stage of its own: with the producer two for each scheduler at most, beside a block
+     * of cuda_decode.cu. */
+    CONSUMERS = 6,
     PART_LEAST = 128, /* positions of a part */
     PART_ROUND = 16,  /* what they are a multiple of: parts differ by less than 1 % */
     /* Of stages. 4.6 TB/s for 1.5 us of a busy memory ask for 52 KB under way on each multiprocessor; one
      * stage or two are being read. */
-    RING = 113 << 10,
-    /* What a block takes: more than half of a multiprocessor, so that each has one, and little enough that
-     * it starts beside the kernel before it (99 KB). */
-    SHARED = 116 << 10
+    RING = 98 << 10,
+    /* What a block takes: it starts beside the kernel before it (99 KB), and the kernel after it (116 KB)
+     * beside it, whose stream then begins before attention ends. With 116 KB, and a seventh warp, that one
+     * had to wait: 2 % of a step of 8B after 32k. */
+    SHARED = 100 << 10
 };
 
 /* A stage is a tile of K and the same of V, 12 to 16 KB in all, for one warp. Position i of a tile is row

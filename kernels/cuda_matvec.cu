@@ -6,25 +6,26 @@
 namespace {
 
 enum {
-    WARPS = 8,
-    THREADS = 32 * WARPS,
     /* Vectors of 16 bytes that a lane asks for at a time, of each of two rows, before it uses
-     * those that it asked for before: 32 to 64 KB of a block are under way, and there is one block
-     * a multiprocessor. Hopper's memory needs 28 to 35 KB of it at all times, and far more only
-     * queues. */
+     * those that it asked for before. */
     AHEAD = 4,
     PIECE = 32 * AHEAD, /* vectors of a row that a warp takes at a time: 2 KB */
     /* Inputs that stay in shared memory. More of them (T = 4 above K = 8192 in bf16) come in
-     * windows, once for every 8 pairs of rows. */
+     * windows, once for every round of pairs. */
     INPUT_BYTES = 64 << 10,
     /* More than half of Hopper's shared memory, so that two blocks never share a multiprocessor
      * (see cuda_matmul_few.cu). */
     ALONE_BYTES = 116 << 10
 };
 
+/* There is one block a multiprocessor, so its warps have the bytes under way: 32 KB by 8 warps, and twice
+ * that while they change over. Hopper's memory needs 35 KB of it at all times, and far more only queues:
+ * one row has registers for 12. */
+template <int ROWS> constexpr int warps = ROWS == 1 ? 12 : 8;
+
 /* The two rows of W that a warp takes together: neighbours; with ACTIVATE gate and up. */
 struct row_pairs {
-    int first, last; /* the block's pairs, of which each warp takes every eighth */
+    int first, last; /* the block's pairs, which its warps take in turn */
     int step, below; /* rows from a pair to the next, from its upper row to its lower */
     int vectors;     /* of 16 bytes in a row */
 };
@@ -99,7 +100,7 @@ template <int ROWS>
 __device__ __forceinline__ void stage_inputs(uint4 *staged, const product &p, int vectors,
                                              int start, int window) {
     for (int t = 0; t < ROWS; t++)
-        for (int i = threadIdx.x; i < window; i += THREADS) {
+        for (int i = threadIdx.x; i < window; i += 32 * warps<ROWS>) {
             const bool inside = t < p.T && start + i < vectors;
             staged[t * window + i] =
                 inside ? __ldcg((const uint4 *)p.in + (size_t)t * vectors + start + i)
@@ -132,7 +133,7 @@ __device__ __forceinline__ void finish_pair(const product &p, const row_pairs &o
 }
 
 /* What      the contract of struct product, 1 to ROWS rows, any device.
- * Owners    block b the pairs [pairs b / grid, pairs (b + 1) / grid), a warp every eighth of them.
+ * Owners    block b the pairs [pairs b / grid, pairs (b + 1) / grid), its warps in turn.
  * Shared    staged m [ROWS, window]: the inputs, or a window of K of them.
  * Bound     bytes of W, read once by loads of 16 bytes, 4 of each of two rows ahead of use. Two
  *           rows, so that an input taken from shared memory serves both: at 4 rows 40 bytes a
@@ -143,7 +144,8 @@ __device__ __forceinline__ void finish_pair(const product &p, const row_pairs &o
  * Barriers  staged[] is written by all threads | read by all warps | overwritten by the next
  *           window. */
 template <class M, int ROWS>
-__global__ void __launch_bounds__(THREADS, 2) matvec(product p, int window) {
+__global__ void __launch_bounds__(32 * warps<ROWS>, ROWS == 1 ? 1 : 2)
+    matvec(product p, int window) {
     extern __shared__ uint4 staged[];
     start_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(THREADS, 2) matvec(product p, int window) {
         load_pair(ahead[i], cursor_at(p, own, own.first + warp, lane), 32 * i);
     wait_for_inputs();
 
-    for (int round = own.first; round < own.last; round += WARPS) {
+    for (int round = own.first; round < own.last; round += warps<ROWS>) {
         const int pair = round + warp;
         float sums[2][ROWS] = {};
         for (int start = 0; start < vectors; start += window) {
@@ -168,8 +170,8 @@ __global__ void __launch_bounds__(THREADS, 2) matvec(product p, int window) {
 #pragma unroll 1
             for (int at = start; at < end; at += PIECE) {
                 const bool more = at + PIECE < vectors;
-                const pair_cursor next =
-                    cursor_at(p, own, more ? pair : pair + WARPS, (more ? at + PIECE : 0) + lane);
+                const pair_cursor next = cursor_at(p, own, more ? pair : pair + warps<ROWS>,
+                                                   (more ? at + PIECE : 0) + lane);
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++) {
                     const uint4 weights[2] = {ahead[i][0], ahead[i][1]};
@@ -193,7 +195,7 @@ template <class M, int ROWS> void launch_matvec(struct cuda_backend *b, const st
     const dim3 grid((unsigned)(pairs < b->multiprocessors ? pairs : b->multiprocessors));
     size_t bytes = (size_t)ROWS * window * 16;
     if (b->capability >= 90 && b->shared_bytes >= ALONE_BYTES) bytes = ALONE_BYTES;
-    cuda_launch(b, "matvec", matvec<M, ROWS>, grid, THREADS, bytes, *p, window);
+    cuda_launch(b, "matvec", matvec<M, ROWS>, grid, 32 * warps<ROWS>, bytes, *p, window);
 }
 
 template <class M> void choose_rows(struct cuda_backend *b, const struct product *p) {

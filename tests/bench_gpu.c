@@ -26,7 +26,7 @@ static const struct {
 };
 enum { MODELS = sizeof models / sizeof *models };
 
-enum { CONTEXT = 32768 + 256, CHUNK = 8192, BURST = 64, ROUNDS = 7, LAUNCHES = 24 };
+enum { CONTEXT = 131072 + 256, CHUNK = 8192, BURST = 64, ROUNDS = 7, LAUNCHES = 24 };
 static const size_t block_bytes = (size_t)64 << 20;
 
 /* What `run` does where nobody asks for anything else. */
@@ -358,11 +358,29 @@ static void bench_draw(struct bench *b, const struct sampling *how, const char *
     sampler_close(&sampler);
 }
 
+/* One operator in a step of T rows after `context` positions. */
+static void bench_operator(struct bench *b, enum operator o, int T, int context) {
+    enum { L2_BYTES = 60 << 20 };
+    struct engine *e = &b->engine;
+    struct result r = {.model = b->model, .roof = b->roof, .bytes_bind = T <= CUDA_GRAPH_ROWS};
+    const struct rows rows = {T, o == CLASSIFY ? T : 1};
+    const int layers = b->config.layers < LAUNCHES ? b->config.layers : LAUNCHES;
+    timed = o;
+    cuda_general_path(e, false);
+    r.seconds = seconds_of_step(e, rows, T <= CUDA_GRAPH_ROWS ? 8 : 1, time_launches) / LAUNCHES;
+    snprintf(r.test, sizeof r.test, "%s, T %d after %d", names[o], T, context);
+    r.bytes = bytes_of(&b->config, o, T, context);
+    r.flops = flops_of(&b->config, o, T, context);
+    if (r.bytes * (o == CLASSIFY ? 1 : layers) < L2_BYTES)
+        snprintf(r.note, sizeof r.note, "stays in L2");
+    keep(r);
+}
+
 /* The graphs that steps have captured are forgotten before and after: what is captured here is one
  * operator. */
 static void bench_operators(struct bench *b) {
-    static const int rows[] = {1, 4, 16, 512, 2048};
-    enum { AFTER = 1000, L2_BYTES = 60 << 20 };
+    static const int rows[] = {1, 4, 16, 512, 2048}, far[] = {32768, 131072};
+    enum { AFTER = 1000 };
     struct engine *e = &b->engine;
     bench_draw(b, &greedy, "greedy");
     bench_draw(b, &sampling, "top-k 40");
@@ -370,24 +388,13 @@ static void bench_operators(struct bench *b) {
         const int T = rows[i];
         e->ops->set_rows(e, b->tokens, T, 0, AFTER);
         e->ops->step(e, (struct rows){T, 1}, forward, NULL); /* valid inputs for every operator */
-        for (int o = EMBED; o < OPERATORS; o++) {
-            struct result r = {
-                .model = b->model, .roof = b->roof, .bytes_bind = T <= CUDA_GRAPH_ROWS};
-            if (o == CLASSIFY && T > CUDA_GRAPH_ROWS) continue; /* the last row alone, as above */
-            const int repeats = T <= CUDA_GRAPH_ROWS ? 8 : 1;
-            const int classified = o == CLASSIFY ? T : 1;
-            timed = (enum operator)o;
-            cuda_general_path(e, false);
-            r.seconds =
-                seconds_of_step(e, (struct rows){T, classified}, repeats, time_launches) / LAUNCHES;
-            snprintf(r.test, sizeof r.test, "%s, T %d after %d", names[o], T, AFTER);
-            r.bytes = bytes_of(&b->config, timed, T, AFTER);
-            r.flops = flops_of(&b->config, timed, T, AFTER);
-            const int layers = b->config.layers < LAUNCHES ? b->config.layers : LAUNCHES;
-            if (r.bytes * (o == CLASSIFY ? 1 : layers) < L2_BYTES)
-                snprintf(r.note, sizeof r.note, "stays in L2");
-            keep(r);
-        }
+        for (int o = EMBED; o < OPERATORS; o++)
+            if (o != CLASSIFY || T <= CUDA_GRAPH_ROWS) /* else the last row alone, as above */
+                bench_operator(b, (enum operator)o, T, AFTER);
+    }
+    for (int i = 0; i < 2; i++) {
+        e->ops->set_rows(e, b->tokens, 1, 0, far[i]);
+        bench_operator(b, ATTEND, 1, far[i]);
     }
     cuda_general_path(e, false);
 }
