@@ -1,4 +1,4 @@
-/* What the two forms of the product on sm_90 share on the host: cuda_matmul_few.cu, cuda_matmul_hopper.cu. */
+/* What the two forms of the product on sm_90 share: cuda_matmul_few.cu, cuda_matmul_hopper.cu. */
 #ifndef KERNELS_CUDA_MATMUL_HOPPER_H
 #define KERNELS_CUDA_MATMUL_HOPPER_H
 
@@ -7,7 +7,8 @@
 /* Rows up to which they are the narrow side of the tensor cores' products, and W the 64-row side. */
 enum { MATMUL_FEW = 64 };
 
-/* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up row. */
+/* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up
+ * row. */
 __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
@@ -15,7 +16,8 @@ __host__ __device__ inline int units_of(const struct product &p) {
 /* Up to MATMUL_FEW rows. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
 
-/* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, so many units, one side. */
+/* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, box_units units, one
+ * side. */
 inline bool cuda_weight_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p,
                             int box_units) {
     struct tensor_view t = {};
