@@ -426,8 +426,8 @@ double cost(const form &form, const schedule &schedule, int T) {
     const double products = form.tile_t / 64 * form.tile_n * 2;
     const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 480;
     const int waves = divide_up(schedule.tiles_t * schedule.tiles_n, schedule.workers);
-    const double exposed = form.together ? 4000.0 : 0; /* the epilogue of a tile */
-    return waves * (schedule.steps * step + exposed);
+    const double exposed = form.together ? 4000.0 * waves : 0; /* the epilogues */
+    return waves * schedule.steps * step + exposed;
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {

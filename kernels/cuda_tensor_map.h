@@ -1,4 +1,4 @@
-/* Tensor maps: how the copy engine of sm_90 sees a tensor in memory. cuda_wgmma.cuh copies by them. */
+/* Tensor maps: how the copy engine of sm_90 sees a tensor. cuda_wgmma.cuh copies by them. */
 #ifndef KERNELS_CUDA_TENSOR_MAP_H
 #define KERNELS_CUDA_TENSOR_MAP_H
 
