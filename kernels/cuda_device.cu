@@ -149,6 +149,10 @@ void cuda_general_path(struct engine *e, bool on) {
     backend_of(e)->general = on;
 }
 
+int cuda_capability(const struct engine *e) {
+    return backend_of(e)->capability;
+}
+
 void cuda_write(struct engine *e, void *to, const void *from, size_t bytes) {
     struct cuda_backend *b = backend_of(e);
     CUDA_TRY(b, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->stream));
