@@ -7,8 +7,7 @@
 /* Rows up to which they are the narrow side of the tensor cores' products, and W the 64-row side. */
 enum { MATMUL_FEW = 64 };
 
-/* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up
- * row. */
+/* A unit is what gives one column of the output: a row of W; with ACTIVATE a gate row and its up row. */
 __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
