@@ -1,10 +1,12 @@
-/* Attention of a prompt or a chunk of one on Hopper, bf16: wgmma and the copy engine (sm_90a alone).
+/* Attention of a prompt or a chunk of one on Hopper (sm_90a alone), bf16: wgmma, the copy engine.
  *
  * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions 0 to positions[0] + t of
  *           slot slots[0]; head h reads the cache of head h G / H.
  *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, S, D].
- * Bound     the card's power: 4 H D FLOPs for each pair of a row and a position that it sees, at
- *           98 to 103 % of what cuBLAS sustains in the same run (D = 128, 8192 positions and more).
+ * Bound     the card's power: 4 H D FLOPs for each pair of a row and a position that it sees.
+ *           TFLOP/s on an H200, 32/8 heads, at 512, 2048, 8192 and 32768 positions: 196, 552, 725,
+ *           687 (D = 128); 121, 369, 521, 511 (D = 64). 16/8 heads of 256, 4096 positions: 549. The
+ *           last 2048 rows of 32768 (D = 128): 641.
  * Tile      a warpgroup owns 64 queries: 64 / (H/G) rows of all H/G heads of a group, row by row,
  *           which one box of the copy engine brings. So they all end at nearly the same position:
  *           only a tile's last blocks need a mask, and of the last one the right half is skipped
@@ -20,8 +22,10 @@
  *                       done before the scores of their block are weighed.
  * Memory    Q twice, so that the next tile's is there in time; the result leaves through the memory
  *           its Q came in. K and V in two stages each (D = 256: V in one). Panels of 64 columns,
- *           whose pieces of 16 bytes the copy engine swizzles. D = 128: 224 KB; D = 64: 112 KB.
+ *           whose chunks of 16 bytes the copy engine swizzles. D = 128: 224 KB; D = 64: 112 KB.
  * Registers 160 a consumer thread and 32 a producer thread; of two consumers 232 and 40.
+ * Barriers  struct control; TURN and OWN, at their declaration; __syncthreads: the barriers are set
+ *           | a thread waits on one.
  * Numerics  scores, sums and O f32, the weights rounded to bf16 for the second product; 2^x with
  *           scale log2 e folded in. A weight's reference follows the row's maximum once that is
  *           more than 8 ahead in log2, each row for itself. Scores past a row's own position become
@@ -51,8 +55,9 @@ __device__ __forceinline__ void multiply_keys(float (&s)[N], uint64_t queries, u
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::D / 16; k++)
-        wgmma<N * 2>(s, queries + (k / 4) * (QUERIES * LINE / 16) + k % 4 * WGMMA_COLUMNS_16,
-                     keys + (k / 4) * (C::KEYS * LINE / 16) + k % 4 * WGMMA_COLUMNS_16, k > 0);
+        wgmma<N * 2>(
+            s, queries + (k / 4) * (QUERIES * PANEL_ROW_BYTES / 16) + k % 4 * WGMMA_COLUMNS_16,
+            keys + (k / 4) * (C::KEYS * PANEL_ROW_BYTES / 16) + k % 4 * WGMMA_COLUMNS_16, k > 0);
     wgmma_commit();
     meanwhile();
     wgmma_wait<0>();
@@ -73,11 +78,22 @@ __device__ __forceinline__ void multiply_values(float (&o)[C::D / 2], const uint
     settle(o);
 }
 
+/* o += P V of a block of V; half: of its first half alone. */
+template <class C>
+__device__ __forceinline__ void add_block(float (&o)[C::D / 2],
+                                          const uint32_t (&weights)[C::KEYS / 4], uint64_t values,
+                                          bool half, bool nothing) {
+    if (C::HALVES && half)
+        multiply_values<C, C::KEYS / 2>(o, weights, values, nothing);
+    else
+        multiply_values<C, C::KEYS>(o, weights, values, nothing);
+}
+
 /* ---- consumers: softmax ---- */
 
-/* A thread holds of wgmma's 64 rows warp 16 + lane/4 and 8 more, called half 0 and 1; of each 8 columns
- * 2 (lane%4) and the next. So element i belongs to half i / 2 % 2 and column i / 4 * 8 + i % 2 after
- * the thread's first. */
+/* A thread holds two of wgmma's 64 rows, called half 0 and 1 (cuda_wgmma.cuh says which). Its
+ * element i belongs to half i / 2 % 2, and lies i / 4 * 8 + i % 2 columns after the thread's
+ * first. */
 struct rows_found {
     float top[2]; /* the score whose weight is 1 */
     float sum[2]; /* of the weights of this thread's columns */
@@ -91,7 +107,8 @@ template <int N> __device__ __forceinline__ void mask(float (&s)[N], int seen_0,
 }
 
 /* Scores become weights. keep: what o must be multiplied by, where it returns true for a row of the
- * warp. top starts as -2^100, finite, so that a row which sees nothing in a block finds weights of 0. */
+ * warp. top starts as -2^100, finite, so that a row which sees nothing in a block finds weights of
+ * 0. */
 template <int N>
 __device__ __forceinline__ bool weigh(float (&s)[N], rows_found &found, float (&keep)[2],
                                       float factor) {
@@ -129,8 +146,8 @@ __device__ __forceinline__ bool weigh(float (&s)[N], rows_found &found, float (&
 
 /* ---- consumers: the result ---- */
 
-/* The result takes the place of the warpgroup's Q, which nobody reads any more. broken_0, broken_1: the
- * half's row sees what is no number. */
+/* The result takes the place of the warpgroup's Q, which nobody reads any more. broken_0, broken_1:
+ * the half's row sees what is no number. */
 template <class C>
 __device__ __forceinline__ void stage_result(const float (&o)[C::D / 2], const rows_found &found,
                                              bool broken_0, bool broken_1, uint32_t slab) {
@@ -146,8 +163,9 @@ __device__ __forceinline__ void stage_result(const float (&o)[C::D / 2], const r
 #pragma unroll
     for (int step = 0; step < C::D / 16; step++) {
         const float *x = o + 8 * step;
-        const unsigned piece = (step % 4 * 2 + lane / 16) ^ row % 8;
-        store_matrices(slab + step / 4 * QUERIES * LINE + row * LINE + piece * 16,
+        const unsigned chunk = (step % 4 * 2 + lane / 16) ^ row % 8;
+        store_matrices(slab + step / 4 * QUERIES * PANEL_ROW_BYTES + row * PANEL_ROW_BYTES +
+                           chunk * 16,
                        pack_halves(x[0] * share[0], x[1] * share[0]),
                        pack_halves(x[2] * share[1], x[3] * share[1]),
                        pack_halves(x[4] * share[0], x[5] * share[0]),
@@ -156,15 +174,31 @@ __device__ __forceinline__ void stage_result(const float (&o)[C::D / 2], const r
     fence_for_copies(); /* this thread's part is written | the copy engine reads it */
 }
 
-/* Named barriers. TURN + i: warpgroup i may issue its scores; OWN + i: warpgroup i for itself. */
+/* From there to memory; one thread asks. */
+template <class C>
+__device__ __forceinline__ void store_result(const tensor_maps &maps, const tile &t, int first_row,
+                                             uint32_t slab) {
+    for (int panel = 0; panel < C::PANELS; panel++)
+        store_box(&maps.out, slab + panel * QUERIES * PANEL_ROW_BYTES, panel * PANEL_DEPTH, 0,
+                  t.row + first_row, t.group);
+    commit_boxes();
+}
+
+/* ---- consumers: a warpgroup ---- */
+
+/* Named barriers. TURN + i, of two warpgroups: the one before i has asked for its scores | i asks
+ * for its own; so their softmaxes spread out. OWN + i, of one: its warps have staged the result |
+ * one thread stores it. */
 constexpr int TURN = 1, OWN = 4;
 
+/* The tiles of the block, one after the other: this warpgroup's 64 queries of each. */
 template <class C>
 __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p, const memory &at,
                                         control &c, int warpgroup) {
     const int lane = threadIdx.x % 32, query = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int row[2] = {warpgroup * p.span + query / p.per_group, /* of the tile */
-                        warpgroup * p.span + (query + 8) / p.per_group};
+    const int first_row = warpgroup * p.warpgroup_rows; /* of the tile */
+    const int row[2] = {first_row + query / p.heads_of_group,
+                        first_row + (query + 8) / p.heads_of_group};
     const bool leads = threadIdx.x % 128 == 0;
     float s[C::KEYS / 2], o[C::D / 2], keep[2];
     uint32_t weights[C::KEYS / 4]; /* in the registers of s */
@@ -172,13 +206,14 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
     int owed = -1;                 /* whose result the copy engine may still be reading */
     if (warpgroup == 0) named_arrive(TURN, 256); /* the first turn */
 
-    for (unsigned i = 0;; i++) {
-        barrier_wait(shared_address(&c.queries_full[stage_of<2>(i)]), parity_of<2>(i));
-        const tile &t = c.tiles[stage_of<2>(i)];
+    for (unsigned tiles = 0;; tiles++) {
+        const int place = stage_of<2>(tiles);
+        barrier_wait(shared_address(&c.queries_full[place]), parity_of<2>(tiles));
+        const tile &t = c.tiles[place];
         const int blocks = t.blocks, position = t.position;
         const bool last_half = t.half;
         if (blocks == 0) break;
-        const uint32_t slab = at.queries + (stage_of<2>(i) * C::CONSUMERS + warpgroup) * C::SLAB;
+        const uint32_t slab = at.queries + (place * C::CONSUMERS + warpgroup) * C::SLAB;
         rows_found found = {{-0x1p100f, -0x1p100f}, {0, 0}};
         for (int block = blocks - 1; block >= 0; block--, n++) {
             const bool nothing = block == blocks - 1, half = nothing && last_half;
@@ -193,10 +228,9 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
                 owed = -1;
             };
             barrier_wait(shared_address(&c.keys_full[k]), parity_of<C::KEY_STAGES>(n));
-            named_barrier(TURN + warpgroup, 256); /* in turns, so that softmaxes spread out */
+            named_barrier(TURN + warpgroup, 256);
             const uint64_t queries = wgmma_panel(slab), keys = wgmma_panel(at.keys + k * C::BLOCK);
-            const uint64_t values = wgmma_panel(at.values + v * C::BLOCK, C::KEYS * LINE);
-            if (C::HALVES && half) {
+            if (C::HALVES && half) { /* no function: ptxas would serialise (C7511) */
                 float left[C::KEYS / 4];
                 multiply_keys<C>(left, queries, keys, meanwhile);
 #pragma unroll
@@ -206,7 +240,7 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
             }
             if (lane == 0) barrier_arrive(shared_address(&c.keys_empty[k]));
             const int ahead = position - block * C::KEYS;
-            if (C::KEYS - 1 > ahead + warpgroup * p.span)
+            if (C::KEYS - 1 > ahead + first_row)
                 mask(s, ahead + row[0] - lane % 4 * 2, ahead + row[1] - lane % 4 * 2);
             if (weigh(s, found, keep, p.factor) && !nothing) {
 #pragma unroll
@@ -215,22 +249,16 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
 #pragma unroll
             for (int i = 0; i < C::KEYS / 4; i++) weights[i] = pack_halves(s[2 * i], s[2 * i + 1]);
             barrier_wait(shared_address(&c.values_full[v]), parity_of<C::VALUE_STAGES>(n));
-            if (C::HALVES && half)
-                multiply_values<C, C::KEYS / 2>(o, weights, values, nothing);
-            else
-                multiply_values<C, C::KEYS>(o, weights, values, nothing);
+            add_block<C>(o, weights,
+                         wgmma_panel(at.values + v * C::BLOCK, C::KEYS * PANEL_ROW_BYTES), half,
+                         nothing);
             if (lane == 0) barrier_arrive(shared_address(&c.values_empty[v]));
         }
-        const int broken = c.broken[stage_of<2>(i)] - position; /* rows of the tile from here on */
+        const int broken = c.broken[place] - position; /* rows of the tile from here on */
         stage_result<C>(o, found, row[0] >= broken, row[1] >= broken, slab);
-        named_barrier(OWN + warpgroup, 128); /* all warps wrote their rows | they are stored */
-        if (leads) {
-            for (int panel = 0; panel < C::PANELS; panel++)
-                store_box(&maps.out, slab + panel * QUERIES * LINE, panel * PANEL_DEPTH, 0,
-                          t.row + warpgroup * p.span, t.group);
-            commit_boxes();
-        }
-        owed = stage_of<2>(i);
+        named_barrier(OWN + warpgroup, 128);
+        if (leads) store_result<C>(maps, t, first_row, slab);
+        owed = place;
     }
     if (leads) wait_for_boxes_written(); /* shared memory outlives the last one */
 }
@@ -243,7 +271,7 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     extern __shared__ unsigned char shared[];
     __shared__ control c;
     memory at;
-    at.queries = (shared_address(shared) + PANEL_ALIGNMENT - 1) / PANEL_ALIGNMENT * PANEL_ALIGNMENT;
+    at.queries = panel_aligned(shared_address(shared));
     at.keys = at.queries + 2 * C::CONSUMERS * C::SLAB;
     at.values = at.keys + C::KEY_STAGES * C::BLOCK;
     /* The shuffle tells the compiler that a warp agrees. */
@@ -256,7 +284,7 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     }
     start_dependents();
     wait_for_inputs();
-    __syncthreads(); /* the barriers are set | a thread waits on one */
+    __syncthreads();
 
     if (warpgroup < C::CONSUMERS) {
         take_registers<C::CONSUMER_REGISTERS>();
@@ -297,8 +325,8 @@ bool map_queries(struct cuda_backend *b, CUtensorMap *map, const void *q,
     return map_tensor(b, map, q, size, stride, (int)per_group, QUERIES / (int)per_group);
 }
 
-/* keys or values as D, positions, groups, slots: a box is positions of one group. How many slots there
- * are is not known here; the rows' slot is one of them. */
+/* keys or values as D, positions, groups, slots: a box is positions of one group. How many slots
+ * there are is not known here; the rows' slot is one of them. */
 bool map_cache(struct cuda_backend *b, CUtensorMap *map, const void *cache, int positions,
                const struct cuda_attention *a) {
     const uint64_t D = (uint64_t)a->D, S = (uint64_t)a->S, G = (uint64_t)a->G;
@@ -313,12 +341,13 @@ void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     prompt p;
     p.T = a->T;
     p.G = a->G;
-    p.per_group = a->H / a->G;
-    p.span = QUERIES / p.per_group;
-    p.rows = CONSUMERS * p.span;
-    p.query_bytes = (uint32_t)(CONSUMERS * C::PANELS * LINE * p.per_group * p.span);
-    p.heights = (unsigned)((p.T + p.rows - 1) / p.rows);
-    p.tiles = p.heights * (unsigned)p.G;
+    p.heads_of_group = a->H / a->G;
+    p.warpgroup_rows = QUERIES / p.heads_of_group;
+    p.tile_rows = CONSUMERS * p.warpgroup_rows;
+    p.query_bytes =
+        (uint32_t)(CONSUMERS * C::PANELS * PANEL_ROW_BYTES * p.heads_of_group * p.warpgroup_rows);
+    p.tiles_of_group = (unsigned)((p.T + p.tile_rows - 1) / p.tile_rows);
+    p.tiles = p.tiles_of_group * (unsigned)p.G;
     p.factor = a->scale * LOG2_E;
     p.slot = a->slots;
     p.position = a->positions;

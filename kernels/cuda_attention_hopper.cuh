@@ -1,5 +1,6 @@
-/* Attention of a prompt on Hopper, what comes before the products: sizes, the tiles of a prompt, shared
- * memory and its barriers, and the warps that fill it: producer and cleaner. */
+/* Attention of a prompt on Hopper, what comes before the products: sizes, the tiles of a prompt,
+ * shared memory and its barriers, and the warps that fill it: producer and cleaner.
+ * cuda_attention_hopper.cu has the whole and the consumers. */
 #ifndef KERNELS_CUDA_ATTENTION_HOPPER_CUH
 #define KERNELS_CUDA_ATTENTION_HOPPER_CUH
 
@@ -9,37 +10,8 @@
 
 #include <climits>
 
-/* ---- shared memory and the copy engine ---- */
+/* ---- shared memory by address ---- */
 
-/* What this thread wrote to shared memory comes before what copy engine and tensor cores do with it. */
-__device__ __forceinline__ void fence_for_copies() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-/* A box to global memory; what lies outside of the tensor is not written. The thread that asks commits,
- * and waits: until the boxes are read, or written. */
-__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
-                                          int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], "
-                 "[%1];" ::"l"(map),
-                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
-}
-__device__ __forceinline__ void commit_boxes() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_boxes_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_boxes_written() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-/* Four 8x8 matrices of bf16 to shared memory, a row's address per lane (stmatrix). */
-__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
-                                               uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -55,9 +27,8 @@ __device__ __forceinline__ void clear_shared_16(uint32_t to) {
 /* ---- configuration ---- */
 
 enum {
-    QUERIES = 64, /* of a warpgroup: the rows of a wgmma */
-    LINE = PANEL_ROW_BYTES,
-    NOTES = 4,         /* see note */
+    QUERIES = 64,      /* of a warpgroup: the rows of a wgmma */
+    NOTES = 4,         /* struct note: three may be under way */
     SECTION = 16 << 20 /* bytes of K and V that tiles work on at a time, to stay in the L2 */
 };
 
@@ -71,9 +42,9 @@ template <int HEAD, int WARPGROUPS> struct tiling {
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
     static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-    static constexpr uint32_t SLAB = PANELS * QUERIES * LINE; /* Q of a warpgroup */
-    static constexpr uint32_t BLOCK = PANELS * KEYS * LINE;   /* K or V of a block */
-    static constexpr uint32_t SHARED =                        /* and what aligns it */
+    static constexpr uint32_t SLAB = PANELS * QUERIES * PANEL_ROW_BYTES; /* Q of a warpgroup */
+    static constexpr uint32_t BLOCK = PANELS * KEYS * PANEL_ROW_BYTES;   /* K or V of a block */
+    static constexpr uint32_t SHARED =                                   /* and what aligns it */
         2 * CONSUMERS * SLAB + (KEY_STAGES + VALUE_STAGES) * BLOCK + PANEL_ALIGNMENT;
     static_assert(SHARED + 512 <= 227 * 1024, "a multiprocessor's shared memory");
 };
@@ -85,13 +56,13 @@ struct tensor_maps {
 /* ---- work ---- */
 
 struct prompt {
-    int T, G, per_group;            /* heads of a group */
-    int span, rows;                 /* rows of a warpgroup, of a tile */
-    uint32_t query_bytes;           /* of a tile */
-    unsigned heights, tiles;        /* tiles of a group; of all */
+    int T, G, heads_of_group;
+    int warpgroup_rows, tile_rows; /* of the step, that a warpgroup and a tile take */
+    uint32_t query_bytes;          /* of a tile */
+    unsigned tiles_of_group, tiles;
     float factor;                   /* scale log2 e */
     const int32_t *slot, *position; /* of row 0 */
-    unsigned *counters;             /* tiles drawn beside the first; blocks that drew in vain */
+    unsigned *counters; /* [2]: tiles drawn after each block's first; blocks that drew in vain */
 };
 
 struct tile {
@@ -101,18 +72,20 @@ struct tile {
     bool half;                /* of the last block, the first half is enough */
 };
 
-/* Longest first; start: position of row 0; section: groups whose tiles are drawn together. */
+/* Tile `number` in the order of drawing: one section of groups after the other, and of each the
+ * longest tiles first. start: position of row 0. */
 template <class C>
 __device__ __forceinline__ tile tile_of(const prompt &p, int start, unsigned section,
                                         unsigned number) {
     tile t = {};
     if (number >= p.tiles) return t;
-    const unsigned per_section = section * p.heights, skipped = number / per_section * section;
+    const unsigned per_section = section * p.tiles_of_group;
+    const unsigned skipped = number / per_section * section;
     const unsigned within = number % per_section, groups = min(section, p.G - skipped);
-    t.row = (p.heights - 1 - within / groups) * p.rows;
+    t.row = (p.tiles_of_group - 1 - within / groups) * p.tile_rows;
     t.group = skipped + within % groups;
     t.position = start + t.row;
-    t.end = min(t.position + p.rows, start + p.T);
+    t.end = min(t.position + p.tile_rows, start + p.T);
     t.blocks = (t.end - 1) / C::KEYS + 1;
     t.half = C::HALVES && (t.end - 1) % C::KEYS < C::KEYS / 2;
     return t;
@@ -120,24 +93,32 @@ __device__ __forceinline__ tile tile_of(const prompt &p, int start, unsigned sec
 
 /* ---- shared memory ---- */
 
-/* The producer tells the cleaner of a block of V that some rows of a tile do not see in full, and of a
- * tile's last block in any case. At most two are under way, and a note that no more will come. */
+/* The producer tells the cleaner of a block of V that some rows of a tile do not see in full, and
+ * of a tile's last block in any case. Two are under way at most, as V has two stages, and a note
+ * that no more will come. */
 struct note {
     int stage; /* no more: -1 */
     int tile;  /* which of the two in control */
     int block;
 };
 
+/* Mbarriers: what has happened | what then begins.
+ *   queries_full   Q has landed and tiles[] is written | consumers and the cleaner read them
+ *   queries_empty  consumers have read tiles[] and broken[], and the results, which took Q's
+ *                  place, have left | the producer overwrites Q and tiles[], the cleaner broken[]
+ *   keys_full      a stage of K has landed | consumers read it
+ *   keys_empty     all their warps have read it | the producer overwrites it
+ *   landed         a stage of V has landed and notes[] is written | the cleaner reads them
+ *   values_full    a stage of V has landed, or is clean and broken[] written | consumers read them
+ *   values_empty   all their warps have read it | the producer overwrites it */
 struct control {
-    uint64_t queries_full[2];  /* Q and the tile's description are there | a consumer reads them */
-    uint64_t queries_empty[2]; /* the results have left Q's memory | the producer overwrites it */
-    uint64_t keys_full[2], values_full[2];   /* a stage has arrived (and is clean) | it is read */
-    uint64_t keys_empty[2], values_empty[2]; /* all warps have read a stage | it is overwritten */
-    uint64_t landed[NOTES];                  /* a stage of V has arrived, with a note | cleaner */
+    uint64_t queries_full[2], queries_empty[2];
+    uint64_t keys_full[2], keys_empty[2];
+    uint64_t values_full[2], values_empty[2], landed[NOTES];
     tile tiles[2];
-    int slot;      /* the producer's */
-    int broken[2]; /* rows from this position on see a NaN or an infinity in V */
+    int broken[2]; /* of a tile: rows from this position on see a NaN or an infinity in V */
     note notes[NOTES];
+    int slot; /* the producer's alone, which has few registers */
 };
 
 /* Where Q, K and V lie. */
@@ -168,15 +149,16 @@ template <class C> __device__ __forceinline__ void init_barriers(control &c) {
 
 /* ---- the producer: one thread ---- */
 
-/* Q of a tile: 64 queries of each warpgroup. Rows past T become zeros, the box's idle rest stays. */
+/* Q of a tile: 64 queries of each warpgroup. Rows past T become zeros, the box's idle rest
+ * stays. */
 template <class C>
 __device__ __forceinline__ void copy_queries(const tensor_maps &maps, const prompt &p,
                                              const tile &t, uint32_t to, uint32_t barrier) {
     barrier_expect(barrier, p.query_bytes);
 #pragma unroll 1
     for (int i = 0; i < C::CONSUMERS * C::PANELS; i++)
-        copy_box(to + i * QUERIES * LINE, &maps.q, barrier, READ_NORMALLY,
-                 i % C::PANELS * PANEL_DEPTH, 0, t.row + i / C::PANELS * p.span, t.group);
+        copy_box(to + i * QUERIES * PANEL_ROW_BYTES, &maps.q, barrier, READ_NORMALLY,
+                 i % C::PANELS * PANEL_DEPTH, 0, t.row + i / C::PANELS * p.warpgroup_rows, t.group);
 }
 
 /* Of K or V. What lies past S becomes zeros. */
@@ -186,15 +168,15 @@ __device__ __forceinline__ void copy_positions(const CUtensorMap *map, int posit
     barrier_expect(barrier, C::BLOCK);
 #pragma unroll 2
     for (int panel = 0; panel < C::PANELS; panel++)
-        copy_box(to + panel * C::KEYS * LINE, map, barrier, READ_NORMALLY, panel * PANEL_DEPTH,
-                 position, group, slot);
+        copy_box(to + panel * C::KEYS * PANEL_ROW_BYTES, map, barrier, READ_NORMALLY,
+                 panel * PANEL_DEPTH, position, group, slot);
 }
 
-/* The n-th block of K and V that this thread copies, of the i-th tile. */
+/* The n-th block of K and V that this thread copies, of the tile in place `place` of control. */
 template <class C>
-__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int block,
-                                           unsigned i, unsigned n, unsigned &notes,
-                                           const memory &at, control &c) {
+__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int place,
+                                           int block, unsigned n, unsigned &notes, const memory &at,
+                                           control &c) {
     const int k = stage_of<C::KEY_STAGES>(n), v = stage_of<C::VALUE_STAGES>(n);
     const int position = block * C::KEYS;
     barrier_wait(shared_address(&c.keys_empty[k]), parity_of<C::KEY_STAGES>(n) ^ 1);
@@ -203,7 +185,7 @@ __device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &
     barrier_wait(shared_address(&c.values_empty[v]), parity_of<C::VALUE_STAGES>(n) ^ 1);
     uint32_t full = shared_address(&c.values_full[v]);
     if (position + C::KEYS > t.position) {
-        c.notes[stage_of<NOTES>(notes)] = {v, stage_of<2>(i), block};
+        c.notes[stage_of<NOTES>(notes)] = {v, place, block};
         full = shared_address(&c.landed[stage_of<NOTES>(notes++)]);
     }
     copy_positions<C>(&maps.values, position, t.group, c.slot, at.values + v * C::BLOCK, full);
@@ -215,21 +197,22 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
     const int start = *p.position;
     c.slot = *p.slot;
     const unsigned section = max(1, min(SECTION / (C::D * 4) / (start + p.T), p.G));
-    unsigned number = blockIdx.x, n = 0, notes = 0;
-    for (unsigned i = 0;; i++) {
-        const uint32_t full = shared_address(&c.queries_full[stage_of<2>(i)]);
-        barrier_wait(shared_address(&c.queries_empty[stage_of<2>(i)]), parity_of<2>(i) ^ 1);
-        c.tiles[stage_of<2>(i)] = tile_of<C>(p, start, section, number);
-        const tile &t = c.tiles[stage_of<2>(i)]; /* few registers */
+    unsigned number = blockIdx.x, blocks = 0, notes = 0; /* so far */
+    for (unsigned tiles = 0;; tiles++) {
+        const int place = stage_of<2>(tiles);
+        const uint32_t full = shared_address(&c.queries_full[place]);
+        barrier_wait(shared_address(&c.queries_empty[place]), parity_of<2>(tiles) ^ 1);
+        c.tiles[place] = tile_of<C>(p, start, section, number);
+        const tile &t = c.tiles[place]; /* few registers */
         if (t.blocks == 0) {
             barrier_arrive(full);
             break;
         }
-        copy_queries<C>(maps, p, t, at.queries + stage_of<2>(i) * C::CONSUMERS * C::SLAB, full);
+        copy_queries<C>(maps, p, t, at.queries + place * C::CONSUMERS * C::SLAB, full);
         number = gridDim.x + atomicAdd(&p.counters[0], 1u);
 #pragma unroll 1
-        for (int block = t.blocks - 1; block >= 0; block--, n++)
-            copy_block<C>(maps, t, block, i, n, notes, at, c);
+        for (int block = t.blocks - 1; block >= 0; block--, blocks++)
+            copy_block<C>(maps, t, place, block, blocks, notes, at, c);
     }
     c.notes[stage_of<NOTES>(notes)].stage = -1;
     barrier_arrive(shared_address(&c.landed[stage_of<NOTES>(notes)]));
@@ -239,8 +222,9 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
 
 /* ---- the cleaner: one warp ---- */
 
-/* Sets a row of V to zeros where no row of the tile sees it, or where it holds a NaN or an infinity;
- * returns whether it does. Every lane takes a row, and begins at another piece of it: no conflicts. */
+/* Sets a row of V to zeros where no row of the tile sees it, or where it holds a NaN or an
+ * infinity; returns whether that is so. Every lane takes a row, and begins at another of its chunks
+ * of 16 bytes: no bank conflicts. */
 template <class C> __device__ __forceinline__ bool clean_row(uint32_t row, bool seen) {
     const __nv_bfloat162 zero = __float2bfloat162_rn(0);
     __nv_bfloat162 sum = zero; /* 0 times everything */
@@ -251,9 +235,9 @@ template <class C> __device__ __forceinline__ bool clean_row(uint32_t row, bool 
 #pragma unroll 1
         for (int panel = 0; panel < C::PANELS; panel++)
 #pragma unroll 4
-            for (unsigned piece = 0; piece < LINE / 16; piece++) {
-                const uint4 x =
-                    load_shared_16(row + panel * C::KEYS * LINE + (piece ^ threadIdx.x % 8) * 16);
+            for (unsigned chunk = 0; chunk < PANEL_ROW_BYTES / 16; chunk++) {
+                const uint4 x = load_shared_16(row + panel * C::KEYS * PANEL_ROW_BYTES +
+                                               (chunk ^ threadIdx.x % 8) * 16);
                 add(x.x), add(x.y), add(x.z), add(x.w);
             }
     const bool broken = __hisnan(sum.x) || __hisnan(sum.y);
@@ -261,8 +245,9 @@ template <class C> __device__ __forceinline__ bool clean_row(uint32_t row, bool 
 #pragma unroll 1
         for (int panel = 0; panel < C::PANELS; panel++)
 #pragma unroll 2
-            for (unsigned piece = 0; piece < LINE / 16; piece++)
-                clear_shared_16(row + panel * C::KEYS * LINE + (piece ^ threadIdx.x % 8) * 16);
+            for (unsigned chunk = 0; chunk < PANEL_ROW_BYTES / 16; chunk++)
+                clear_shared_16(row + panel * C::KEYS * PANEL_ROW_BYTES +
+                                (chunk ^ threadIdx.x % 8) * 16);
     return broken;
 }
 
@@ -280,10 +265,10 @@ template <class C> __device__ __forceinline__ void clean(const memory &at, contr
         if (last) broken = INT_MAX; /* a new tile */
 #pragma unroll 1
         for (int row = max(t.position + 1 - position, 0) + lane; row < used; row += 32)
-            if (clean_row<C>(at.values + now.stage * C::BLOCK + row * LINE, row < end))
+            if (clean_row<C>(at.values + now.stage * C::BLOCK + row * PANEL_ROW_BYTES, row < end))
                 broken = min(broken, position + row);
         broken = __reduce_min_sync(0xffffffffu, broken);
-        fence_for_copies(); /* zeros are written | wgmma reads them, the copy engine overwrites */
+        fence_for_copies(); /* zeros are written | wgmma reads them, copies overwrite them */
         if (lane == 0) c.broken[now.tile] = broken;
         __syncwarp(); /* every lane has written its zeros | lane 0 says so */
         if (lane == 0) barrier_arrive(shared_address(&c.values_full[now.stage]));

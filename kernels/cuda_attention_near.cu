@@ -36,14 +36,15 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
 
 /* out[h] = softmax(scale q[h] K^T) V over positions 0 to positions[0] of slot slots[0]: one row.
  * In, out   as cuda_attention_decode, with T = 1.
- * Grid      G clusters. A block owns a part of the positions, by its place in the cluster, and of the
- *           merged result every count-th quad.
+ * Grid      G clusters. A block owns a part of the positions, by its place in the cluster, and of
+ *           the merged result every count-th quad.
  * Tensor    as cuda_attention_decode.
  * cores
  * Shared    a ring of tiles for each warp (cp.async); later the results; what the others send.
- * Barriers  The cluster's: the mbarrier is ready | others' stores arrive at it. __syncthreads (attend):
- *           the warps' results are written | merged. received: all parts' stores have arrived | they are
- *           merged. No block leaves before all that is sent to it has arrived.
+ * Barriers  The cluster's: the mbarrier is ready | others' stores arrive at it. __syncthreads
+ *           (attend): the warps' results are written | merged. received: all parts' stores have
+ *           arrived | they are merged; so no block leaves before all that is sent to it has
+ *           arrived.
  * Bound     latency: what is old is requested before the wait.
  * Numerics  as cuda_attention_decode.
  * Needs     as cuda_attention_decode. */

@@ -1,10 +1,10 @@
-/* Decode of one row on Hopper: the four products of a layer and the classifier as streams of weights
- * that never stop, with everything around them fused in: norm, RoPE, cache, residual, activation.
+/* Decode of one row on Hopper: the four products of a layer and the classifier as streams of
+ * weights that never stop, with norm, RoPE, cache, residual and activation fused in.
  *
  * A step is a chain of kernels joined by programmatic dependent launch. Each has one block a
- * multiprocessor, and its producer warp fills a ring in shared memory with weights before the kernel's
- * input is ready, while the kernel before it drains. What is lost at a boundary is then the hand-over of
- * a few KB of activations and not the start of a stream. */
+ * multiprocessor, and its producer warp fills a ring in shared memory with weights before the
+ * kernel's input is ready, while the kernel before it drains. What is lost at a boundary is then
+ * the hand-over of a few KB of activations and not the start of a stream. */
 #include "kernels/cuda.cuh"
 #include "kernels/cuda.h"
 
@@ -33,9 +33,9 @@ struct stream {
     int H, G, D, S, half;
 };
 
-/* How a kernel reads rows of K values: SLICES warps share a row, each lane holding VECTORS times 8 of its
- * inputs, of which the last PARTIAL may lie past the end; WARPS / SLICES groups of warps take ROWS rows of
- * a stage each. */
+/* How a kernel reads rows of K values: SLICES warps share a row, each lane holding VECTORS times 8
+ * of its inputs, of which the last PARTIAL may lie past the end; WARPS / SLICES groups of warps
+ * take ROWS rows of a stage each. */
 template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
     static constexpr int SLICES = SLICES_, VECTORS = VECTORS_, ROWS = ROWS_, PARTIAL = PARTIAL_;
     static constexpr int STAGE = WARPS / SLICES * ROWS; /* rows */
@@ -44,19 +44,21 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
                   "rows fold into lanes by halves");
 };
 
-/* Of a thread. Three blocks of the chain share a multiprocessor, two of these and one of attention with
- * 128 registers: a scheduler has 16384 for three warps each of the two and one of attention. */
-template <class F>
-constexpr int registers = F::VECTORS > 7                                       ? 168
-                          : F::VECTORS > 4 || F::SLICES<8 ? 72 : F::VECTORS> 2 ? 64
-                                                                               : 56;
+/* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
+ * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 72, one with
+ * 168. */
+template <class F> constexpr int registers() {
+    if (F::VECTORS > 7) return 168;
+    if (F::VECTORS > 4 || F::SLICES < 8) return 72;
+    return F::VECTORS > 2 ? 64 : 56;
+}
 
 /* ---- units and rows ---- */
 
 template <mode M> constexpr int rows_of_unit = M == QKV || M == GATE_UP ? 2 : 1;
 
-/* The row of W that is a unit's first or second. In QKV a unit is two dimensions of a head that turn
- * together, j and j + half; where a head is not turned as a whole, the others pair up with a neighbour. */
+/* The row of W that is a unit's first or second. In QKV a unit is two dimensions of a head that
+ * turn together, j and j + half; dimensions that do not turn pair up with a neighbour. */
 template <mode M> __device__ __forceinline__ size_t row_of(const stream &p, int unit, int which) {
     if (M == GATE_UP) return (size_t)unit + (size_t)which * p.partner;
     if (M == QKV) {
@@ -84,7 +86,7 @@ __device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *e
         const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
         const uint32_t barrier = shared_address(&full[s]);
         if (lane == 0) barrier_expect(barrier, (uint32_t)count * row_bytes);
-        __syncwarp();
+        __syncwarp(); /* the bytes are expected | copied */
         if (lane < count)
             copy_bulk(shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes,
                       p.W + row_of<M>(p, first_unit + row / U, row % U) * p.K, row_bytes, barrier);
@@ -94,8 +96,8 @@ __device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *e
 
 /* ---- inputs ---- */
 
-/* This lane's inputs, two bf16 a word. Lanes past the end of a row hold zeros and look at its first chunk,
- * whose weights count for nothing. */
+/* This lane's inputs, two bf16 a word. Lanes past the end of a row hold zeros and look at its first
+ * chunk, whose weights count for nothing. */
 template <class F> struct inputs { uint32_t x[F::VECTORS * 4]; };
 
 /* Which 8 inputs of a row are vector v of this lane, and whether the row has them. */
@@ -115,8 +117,8 @@ struct eight {
     }
 };
 
-/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not depend
- * on other kernels and is there before the wait. */
+/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not
+ * depend on other kernels and is there before the wait. */
 template <class F>
 __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
     eight gamma[F::VECTORS];
@@ -157,14 +159,16 @@ template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, con
 
 /* ---- the consumers ---- */
 
-/* Dot products on the tensor cores. Four neighbouring lanes hold a part of two rows and the same part of
- * the inputs: as operand A, row p is part p of the first row of W and row p + 8 that of the second; as
- * operand B, column p is part p of the inputs. Of their products those count where both are the same
- * part. Seven eighths are for nothing, but it is a sixteenth of the instructions that multiply-adds would
- * take, and a stage that lies there is done sooner: so a block that fell behind catches up.
+/* Dot products on the tensor cores. Four neighbouring lanes hold a part of two rows and the same
+ * part of the inputs: as operand A, row p is part p of the first row of W and row p + 8 that of the
+ * second; as operand B, column p is part p of the inputs. Of their products those count where both
+ * are the same part. Seven eighths are for nothing, but it is a sixteenth of the instructions that
+ * multiply-adds would take, and a stage that lies there is done sooner: so a block that fell behind
+ * catches up.
  *
- * sums[pair][0] takes the first two words of both rows, sums[pair][1] the other two. A single row is cut
- * in two instead: rows p are its first and third word, which sums[0][0] takes, rows p + 8 the others. */
+ * sums[pair][0] takes the first two words of both rows, sums[pair][1] the other two. A single row
+ * is cut in two instead: rows p are its first and third word, which sums[0][0] takes, rows p + 8
+ * the others. */
 template <class F>
 __device__ __forceinline__ void multiply(float sums[F::PAIRS][2][4], const uint32_t x[4],
                                          const uint4 w[F::ROWS]) {
@@ -183,8 +187,8 @@ __device__ __forceinline__ void multiply(float sums[F::PAIRS][2][4], const uint3
     }
 }
 
-/* Adds up the parts: part p's sums lie in lane 4 p + p / 2. Rows fold into halves of the parts first.
- * Returns the sum of row `part` in the lane of part 0 to ROWS - 1. */
+/* Adds up the parts: part p's sums lie in lane 4 p + p / 2. Rows fold into halves of the parts
+ * first. Returns the sum of row `part` in the lane of part 0 to ROWS - 1. */
 template <class F> __device__ __forceinline__ float fold(const float sums[F::PAIRS][2][4]) {
     const int part = threadIdx.x % 32 / 4;
     float sum[F::PAIRS];
@@ -205,16 +209,16 @@ template <class F> __device__ __forceinline__ float fold(const float sums[F::PAI
     return sum_of_four + __shfl_xor_sync(0xffffffffu, sum_of_four, 18);
 }
 
-/* Gives a stage back for a warp, once all its lanes have the weights in registers. An arrive alone may
- * overtake reads of shared memory, so it is made to depend on them: seen has bits of everything that was
- * read, and one more that is always set. */
+/* Gives a stage back for a warp, once all its lanes have the weights in registers. An arrive alone
+ * may overtake reads of shared memory, so it is made to depend on them: seen has bits of everything
+ * that was read, and one more that is always set. */
 __device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
     if (__all_sync(0xffffffffu, seen != 0) && threadIdx.x % 32 == 0)
         barrier_arrive(shared_address(empty));
 }
 
-/* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up while
- * the weights of the next one are on their way from shared memory. */
+/* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up
+ * while the weights of the next one are on their way from shared memory. */
 template <class F>
 __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
                                         uint64_t *full, uint64_t *empty, float *partial, int rows) {
@@ -286,8 +290,8 @@ __device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, f
     to[second] = __float2bfloat16_rn(b);
 }
 
-/* What a thread needs of other kernels for its first unit, asked for before the stream is awaited: the
- * residual, or the angle's cosine and sine. */
+/* What a thread needs of other kernels for its first unit, asked for before the stream is awaited:
+ * the residual, or the angle's cosine and sine. */
 template <mode M> struct ahead {
     float value[2];
     __device__ __forceinline__ void load(const stream &p, int unit) {
@@ -331,21 +335,22 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
 
 /* What      one row against a matrix, and what follows: q and the cache (QKV), x += (PROJECT),
  *           h = silu(gate) up (GATE_UP), logits (CLASSIFY).
- * Shapes    W bf16 [rows, K], K a multiple of 8 up to 256 SLICES VECTORS; inputs and outputs: struct stream.
- * Owners    block b the units from units b / blocks on. Eight warps consume: a lane keeps its inputs in
- *           registers and reads every weight once, 16 bytes at a time. The ninth produces.
+ * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
+ * Owners    block b the units from units b / blocks on. Eight warps consume: a lane keeps inputs in
+ *           registers and reads every weight once, 16 bytes at a time. The ninth warp produces.
  * Shared    stages x F::STAGE rows of weights; partial f32 [SLICES][rows].
- * Bound     bytes: 2 K a row, each read once.
- * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the parts,
- *           over the slices. The norm's factor is applied to the finished sums.
+ * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 91 % of what reading
+ *           memory does on an H200.
+ * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the
+ *           parts, over the slices. The norm's factor is applied to the finished sums.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all warps have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
  *           squares[] are written | read by other threads.
- * Order     weights, and the norm's, are asked for before the kernel's wait, everything else after it.
- * Form      a ring filled by the copy engine rather than loads into registers: it holds three times as
- *           many bytes and keeps filling while the warps wait for the kernel before. */
+ * Order     weights, and the norm's, are asked for before the wait, everything else after it.
+ * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
+ *           as many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F>
-__global__ void __maxnreg__(registers<F>) decode_kernel(const __grid_constant__ stream p) {
+__global__ void __maxnreg__(registers<F>()) decode_kernel(const __grid_constant__ stream p) {
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
     __shared__ float squares[WARPS];
@@ -380,12 +385,13 @@ __global__ void __maxnreg__(registers<F>) decode_kernel(const __grid_constant__ 
 
 /* ---- launching ---- */
 
-/* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a multiprocessor
- * together (227 KB), so that one fills its ring while the other drains; qkv, attention over a short cache
- * (37 KB) and the product after it all three. But no multiprocessor may have room for two blocks of a
- * kernel when the first ones are placed: others would get none, and the next kernels inherit that. So the
- * kernel after attention, which leaves multiprocessors empty, takes more than half (66.8 instead of 92.7 %
- * of the roof on the 8B shape without it), and down leaves room for one block of qkv, not for two. */
+/* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a
+ * multiprocessor together (227 KB), so that one fills its ring while the other drains; qkv,
+ * attention over a short cache (37 KB) and the product after it all three. But no multiprocessor
+ * may have room for two blocks of a kernel when the first ones are placed: others would get none,
+ * and the next kernels inherit that. So the kernel after attention, which leaves multiprocessors
+ * empty, takes more than half (without that the 8B shape loses a quarter of its speed), and down
+ * leaves room for one block of qkv, not for two. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
@@ -403,7 +409,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     const size_t stage = (size_t)F::STAGE * (size_t)p.K * 2;
     const size_t stages = std::min(std::max(ring / stage, (size_t)3), (size_t)MAX_STAGES);
     size_t blocks = 0, shared;
-    do { /* more than one block a multiprocessor where the sums of a huge vocabulary need the room */
+    do { /* several blocks a multiprocessor, where the sums of a huge vocabulary need the room */
         blocks += (size_t)b->multiprocessors;
         const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
         shared = stages * stage + rows * F::SLICES * sizeof(float);
@@ -414,7 +420,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
                 std::max(shared, least), p);
 }
 
-/* The form by K. Slices: few for short rows, whose lanes would idle. Rows: stages of about 16 KB. */
+/* The form by K. Slices: few for short rows, whose lanes would idle. Rows: stages of some 16 KB. */
 template <mode M>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least = 0) {
     if (p.K <= 1024) return launch_form<M, form<2, 2, 4, 2>>(b, p, ring, least);

@@ -150,6 +150,10 @@ void cuda_general_path(struct engine *e, bool on) {
     backend_of(e)->normed.gamma = NULL;
 }
 
+int cuda_capability(const struct engine *e) {
+    return backend_of(e)->capability;
+}
+
 void cuda_write(struct engine *e, void *to, const void *from, size_t bytes) {
     struct cuda_backend *b = backend_of(e);
     b->normed.gamma = NULL; /* x may be another one now */

@@ -1,4 +1,7 @@
-/* Products in bf16 on sm_90 (wgmma): the kernel for more than 64 rows, and the choice of its tile. */
+/* Products in bf16 on sm_90 (wgmma): the kernel for more than 64 rows, and the choice of its tile.
+ *
+ * TFLOP/s on an H200, for the widths of the 8B model at 512, 2048 and 8192 rows: qkv 691, 648, 667;
+ * out 557, 612, 632; gate and up 678, 744, 694; down 618, 680, 653. */
 #include "kernels/cuda_matmul_hopper.h"
 #include "kernels/cuda_wgmma.cuh"
 
@@ -15,21 +18,23 @@ enum {
     BARRIER_BYTES = 256,
     MOST_STAGES = 16,
     CLUSTER = 2,
+    BOTH = 3, /* blocks of a cluster, a bit each */
     /* Rows of tiles that meet one column of tiles before the next one: 132 tiles that run together
      * then read about as many rows as rows of W, and L2 has both. */
     GROUP_ROWS = 16
 };
 
-/* A tile, and how blocks and warpgroups share. Each block of a cluster fetches half of what the two have
- * in common and sends it to both: W where they lie one below the other, the rows where side by side. */
+/* A tile, and how blocks and warpgroups share. Each block of a cluster fetches half of what the two
+ * have in common and sends it to both: W where their tiles lie one below the other, the rows where
+ * side by side. */
 template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
     static constexpr int TILE_T = T, TILE_N = N;        /* rows; rows of W */
-    static constexpr int BELOW_T = BELOW ? CLUSTER : 1; /* tiles of a cluster along T */
+    static constexpr int BELOW_T = BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
     static constexpr int BESIDE_N = BELOW ? 1 : CLUSTER;
-    /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else they
-     * take turns by whole tile: one writes while the other has the tensor cores. */
+    /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
+     * they take turns by whole tile: one writes while the other has the tensor cores. */
     static constexpr bool TOGETHER = TOGETHER_;
-    static constexpr int BLOCKS_64 = T / 64 / (TOGETHER ? 2 : 1); /* of rows, of a warpgroup */
+    static constexpr int BLOCKS_64 = T / 64 / (TOGETHER ? 2 : 1); /* of 64 rows, a warpgroup's */
     static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
     static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
     static constexpr int FIT = (SHARED_BYTES - BARRIER_BYTES - PANEL_ALIGNMENT) / STAGE_BYTES;
@@ -66,15 +71,20 @@ __device__ __forceinline__ tile tile_at(const product &p, const schedule &schedu
             (column * S::BESIDE_N + (S::BESIDE_N > 1 ? rank : 0)) * units};
 }
 
-/* Barriers by stage: full, the stage's bytes have landed | they are multiplied; empty, all READERS have
- * read it | a block refills it. */
+/* The stages, and of each two mbarriers of 8 bytes. full: the bytes have landed | they are
+ * multiplied; empty: all READERS have read them | this block or the other one overwrites them. */
 struct ring {
     uint32_t memory, full, empty;
 };
 
+/* Named barriers of both warpgroups. TURN + i: the other one has asked for its last products, or
+ * has yet to begin | warpgroup i multiplies. */
+constexpr int TURN = 1;
+
 /* ---- the producer ---- */
 
-/* Half of a tile's rows of W: half of the units, or with ACTIVATE the gate or the up rows of all. */
+/* A tile's rows of W in two halves: of the units, or with ACTIVATE the gate and the up rows of all.
+ * Where the other block needs the same, it fetches one of them. */
 template <class S>
 __device__ __forceinline__ void ask_for_weights(const CUtensorMap *map, const product &p,
                                                 const ring &ring, int stage, const tile &tile,
@@ -84,7 +94,7 @@ __device__ __forceinline__ void ask_for_weights(const CUtensorMap *map, const pr
     const uint32_t full = ring.full + 8 * stage;
     const uint32_t to = ring.memory + stage * S::STAGE_BYTES + S::IN_BYTES;
     if (S::BELOW_T > 1) {
-        copy_box_to(to + rank * HALF * PANEL_ROW_BYTES, map, full, READ_NORMALLY, 3, k,
+        copy_box_to(to + rank * HALF * PANEL_ROW_BYTES, map, full, READ_NORMALLY, BOTH, k,
                     tile.unit + (activate ? 0 : rank * HALF), activate ? rank : 0);
     } else {
         copy_box(to, map, full, READ_NORMALLY, k, tile.unit, 0);
@@ -99,13 +109,14 @@ __device__ __forceinline__ void ask_for_rows(const CUtensorMap *map, const ring 
     constexpr int SHARE = S::TILE_T / S::BESIDE_N;
     const uint32_t full = ring.full + 8 * stage, to = ring.memory + stage * S::STAGE_BYTES;
     if (S::BESIDE_N > 1)
-        copy_box_to(to + rank * SHARE * PANEL_ROW_BYTES, map, full, READ_NORMALLY, 3, k,
+        copy_box_to(to + rank * SHARE * PANEL_ROW_BYTES, map, full, READ_NORMALLY, BOTH, k,
                     tile.t + rank * SHARE);
     else
         copy_box(to, map, full, READ_NORMALLY, k, tile.t);
 }
 
-/* Keeps the ring full, tile after tile. W of the first steps is asked for before the inputs are there. */
+/* Keeps the ring full, tile after tile. W of the first steps is asked for before the inputs are
+ * there. */
 template <class S>
 __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const product &p,
                         const schedule &schedule, const ring &ring, int rank) {
@@ -137,7 +148,8 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
 
 /* ---- what follows a product ---- */
 
-/* Two neighbouring values, of which `left` exist. PAIRS: none or both do, and lie at a multiple of 8. */
+/* Two neighbouring values, of which `left` exist; the others are 0. PAIRS: none or both exist, at a
+ * multiple of 8 bytes. */
 template <bool PAIRS> __device__ __forceinline__ float2 load_two(const float *from, int left) {
     if (PAIRS) return left > 0 ? __ldcg((const float2 *)from) : float2{0, 0};
     return {left > 0 ? __ldcg(from) : 0, left > 1 ? __ldcg(from + 1) : 0};
@@ -151,7 +163,7 @@ template <bool PAIRS> __device__ __forceinline__ void store_two(float *to, int l
     }
 }
 
-/* y (+)= scale sums: of columns n and n + 1 of each octet the pairs of two rows, 8 apart. */
+/* y (+)= scale sums, in rows t and t + 8: of each octet of columns two, from n on for the first. */
 template <class S, bool PAIRS>
 __device__ __forceinline__ void store_rows(const product &p, const float (&sums)[S::TILE_N / 2],
                                            const float (&scale)[2], int t, int n) {
@@ -161,14 +173,14 @@ __device__ __forceinline__ void store_rows(const product &p, const float (&sums)
     for (int half = 0; half < 2; half++) {
         float *const y = p.y + (size_t)(t + 8 * half) * p.y_stride + n;
         const int left = t + 8 * half < p.T ? p.N - n : 0;
-        const int before = p.epilogue == EPILOGUE_ADD ? left : 0;
+        const int to_add = p.epilogue == EPILOGUE_ADD ? left : 0;
 #pragma unroll
         for (int first = 0; first < OCTETS; first += BATCH) {
             float2 value[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
                 if (first + i < OCTETS)
-                    value[i] = load_two<PAIRS>(y + 8 * (first + i), before - 8 * (first + i));
+                    value[i] = load_two<PAIRS>(y + 8 * (first + i), to_add - 8 * (first + i));
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const int octet = first + i;
@@ -188,8 +200,9 @@ __device__ __forceinline__ uint32_t activate_pair(const float *gate, const float
                        silu(scale * gate[1]) * (scale * up[1]));
 }
 
-/* h of two rows, 8 apart: gate is the sums' first half, up the second. Lanes pass each other pairs, so
- * that each writes four columns, even lanes of an even octet and odd ones of the next. */
+/* h in rows t and t + 8, columns from unit on: gate is the sums' first half, up the second. Lanes
+ * pass each other pairs, so that each writes four columns, even lanes of an even octet and odd ones
+ * of the next. */
 template <class S>
 __device__ __forceinline__ void activate_rows(const product &p, const float (&sums)[S::TILE_N / 2],
                                               const float (&scale)[2], int t, int unit) {
@@ -222,14 +235,14 @@ __device__ __forceinline__ void activate_rows(const product &p, const float (&su
 
 /* ---- the consumers ---- */
 
-/* This warp reads the stage no more: to whoever fills it, here and in the other block. */
+/* This warp has read the stage: to those who fill it, here and in the other block. */
 __device__ __forceinline__ void release(const ring &ring, int stage, int rank) {
     const int lane = (int)threadIdx.x % 32;
     if (lane < CLUSTER) barrier_arrive_at(ring.empty + 8 * stage, rank ^ lane);
 }
 
-/* sums = the tile's products over all of K, from the `passed`-th step through the ring on. `issued` is
- * called when the last one has been asked for. */
+/* sums = the tile's products over all of K, from the `passed`-th step through the ring on. `issued`
+ * is called when the last one has been asked for. */
 template <class S, class F>
 __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TILE_N / 2],
                                               const schedule &schedule, const ring &ring,
@@ -260,9 +273,9 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
     release(ring, last, rank);
 }
 
-/* Whole tiles by turns (bar 1 and 2 of 256 threads), or 64 rows of every tile. The turns are not for speed
- * alone: a warpgroup that waited for a fill more than a lap of the ring ahead would take an old
- * phase of the same parity for it. */
+/* Whole tiles by turns, or 64 rows of every tile. The turns are not for speed alone: a warpgroup
+ * that waited for a fill more than a lap of the ring ahead would take an old phase of the same
+ * parity for it. */
 template <class S>
 __device__ __forceinline__ void consume(const product &p, const schedule &schedule,
                                         const ring &ring, int rank) {
@@ -276,9 +289,9 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
     int passed = 0, turn = group;
     float sums[S::BLOCKS_64][S::TILE_N / 2];
     const auto give_turn = [&] {
-        if (!S::TOGETHER) named_arrive(2 - group, CONSUMERS);
+        if (!S::TOGETHER) named_arrive(TURN + 1 - group, CONSUMERS);
     };
-    if (group == 1) give_turn();
+    if (group == 1) give_turn(); /* the first tile is warpgroup 0's */
     for (int index = blockIdx.x / CLUSTER; index < tiles; index += schedule.workers) {
         const bool own = S::TOGETHER || turn == 0;
         turn ^= 1;
@@ -292,7 +305,7 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
             const int row = t + i / 2 * 64 + i % 2 * 8;
             scale[i / 2][i % 2] = p.scale && row < p.T ? __ldcg(p.scale + row) : 1.0f;
         }
-        if (!S::TOGETHER) named_barrier(1 + group, CONSUMERS);
+        if (!S::TOGETHER) named_barrier(TURN + group, CONSUMERS);
         multiply_tile<S>(sums, schedule, ring, in, W, passed - schedule.steps, rank, give_turn);
 #pragma unroll
         for (int block = 0; block < S::BLOCKS_64; block++) {
@@ -310,18 +323,18 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
 /* What      the contract of struct product, bf16 with f32 sums.
  * Owners    a cluster of two blocks two neighbouring tiles, and every workers-th pair of them. In a
  *           block two warpgroups consume, and of the third one thread produces.
- * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers. With ACTIVATE
- *           the first half of the latter are gate rows and the second their up rows, so that a thread
- *           holds both sums.
+ * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers. With
+ *           ACTIVATE the first half of the latter are gate rows and the second their up rows, so
+ *           that a thread holds both sums.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 176 of 232.
- * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by the bytes of W.
- * Numerics  f32 sums over K in ascending order, whatever the tile. Rows past T, rows of W past N and
- *           K's end arrive as zeros; nothing past T and N is stored.
- * Barriers  struct ring, consume. First of the cluster: barriers are ready | a peer signals them. Last:
- *           no peer sends here or signals any more | the block ends.
+ * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
+ * Numerics  f32 sums over K in ascending order, whatever the tile. Rows past T, rows of W past N
+ *           and K's end arrive as zeros; nothing past T and N is stored.
+ * Barriers  struct ring; TURN. Of the cluster, first: the barriers are ready | the other block
+ *           signals them; last: the other one has sent its last bytes and signals | this one ends.
  * Order     W is asked for before the inputs are waited for, rows, scale and residual after.
- * Form      results go from registers to memory, whole 32-byte sectors at a time, since y has any stride;
- *           the other warpgroup's products hide it. */
+ * Form      results go from registers to memory, whole 32-byte sectors at a time, since y has any
+ *           stride; the other warpgroup's products hide it. */
 template <class S>
 __global__ void __launch_bounds__(THREADS, 1)
     matmul_wgmma(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap W,
@@ -340,7 +353,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         barriers_ready();
     }
-    cluster_sync();
+    cluster_sync(); /* first */
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == CONSUMERS) produce<S>(&in, &W, p, schedule, ring, rank);
@@ -349,8 +362,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         wait_for_inputs();
         consume<S>(p, schedule, ring, rank);
     }
-    __syncwarp();
-    cluster_sync();
+    __syncwarp();   /* the producer's warp is whole again: the next needs all of its threads */
+    cluster_sync(); /* last */
 }
 
 /* ---- launching ---- */
@@ -368,16 +381,16 @@ template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form
 }
 
 constexpr form forms[] = {
-    /* 65 to 256 rows, which wait for W: clusters enough to ask for it without cutting K. 4096 x 128 and
-     * 6144 x 128 are 128 tiles of the first two, 4096 x 256 and 6144 x 256 of the next, 28672 x 128
-     * twice as many of the last. */
+    /* 65 to 256 rows, which wait for W: clusters enough to ask for it without cutting K. N x T =
+     * 4096 x 128 and 6144 x 128 are 128 tiles of the first two, 4096 x 256 and 6144 x 256 of the
+     * next, 28672 x 128 twice as many of the last. */
     form_of<64, 64>(),
     form_of<64, 96>(),
     form_of<64, 128>(),
     form_of<64, 192>(),
     form_of<64, 224>(),
-    /* More rows, by how they fill the last wave: 28672 x 256 are 512 tiles of 112; 128 for 4096; 176 gives
-     * L2 the least to do and keeps the tensor cores 97.5 % busy. */
+    /* More rows, by how they fill the last wave: 28672 x 256 are 512 tiles of 112; 128 for 4096;
+     * 176 gives L2 the least to do and the tensor cores the longest runs. */
     form_of<128, 112>(),
     form_of<128, 128>(),
     form_of<128, 176>(),
@@ -403,8 +416,9 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
     return schedule;
 }
 
-/* Cycles of the busiest multiprocessor, roughly: a step costs the most of its products, of its bytes from
- * L2 (48 a cycle) and of its bytes from memory (20 a cycle), and a tenth of L2's for their power. */
+/* Cycles of the busiest multiprocessor, roughly: a step costs the most of its products (64 rows by
+ * N by 64 of K: 2 N cycles), of its bytes from L2 (48 a cycle) and of its bytes from memory (20 a
+ * cycle), and a tenth of L2's for their power. */
 double cost(const form &form, const schedule &schedule, int T) {
     const double from_L2 =
         PANEL_ROW_BYTES * ((double)form.tile_t / form.beside + (double)form.tile_n / form.below);
@@ -413,7 +427,7 @@ double cost(const form &form, const schedule &schedule, int T) {
     const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 480;
     const int waves = divide_up(schedule.tiles_t * schedule.tiles_n, schedule.workers);
     const double exposed = form.together ? 4000.0 * waves : 0; /* the epilogues */
-    return waves * schedule.steps * step + exposed + 1500;
+    return waves * schedule.steps * step + exposed;
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {

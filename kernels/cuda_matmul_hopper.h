@@ -1,4 +1,4 @@
-/* What the two forms of the product on sm_90 share on the host: cuda_matmul_few.cu, cuda_matmul_hopper.cu. */
+/* What the two forms of the product on sm_90 share: cuda_matmul_few.cu, cuda_matmul_hopper.cu. */
 #ifndef KERNELS_CUDA_MATMUL_HOPPER_H
 #define KERNELS_CUDA_MATMUL_HOPPER_H
 
@@ -12,7 +12,8 @@ __host__ __device__ inline int units_of(const struct product &p) {
 /* Up to CUDA_FEW_ROWS rows. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
 
-/* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, so many units, one side. */
+/* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, box_units units, one
+ * side. */
 inline bool cuda_weight_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p,
                             int box_units) {
     struct tensor_view t = {};

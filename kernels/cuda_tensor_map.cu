@@ -2,7 +2,8 @@
 
 #include <cudaTypedefs.h>
 
-/* The driver's function, asked for through the runtime, so that no library of the driver is linked. */
+/* The driver's function, asked for once and through the runtime, so that no library of the driver
+ * is linked. */
 static PFN_cuTensorMapEncodeTiled_v12000 encoder(struct cuda_backend *b) {
     static PFN_cuTensorMapEncodeTiled_v12000 encode = NULL;
     if (encode) return encode;

@@ -11,6 +11,8 @@ extern "C" {
 /* Every operator through the kernels of the general path, whatever the device can do. Graphs that were
  * captured are forgotten. */
 void cuda_general_path(struct engine *e, bool on);
+/* The device's compute capability: 90 for 9.0. */
+int cuda_capability(const struct engine *e);
 /* Copy between the host and the engine's arena; wait for it. Failures are the backend's: finish tells. */
 void cuda_write(struct engine *e, void *to, const void *from, size_t bytes);
 void cuda_read(struct engine *e, void *to, const void *from, size_t bytes);

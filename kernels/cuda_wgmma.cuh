@@ -1,6 +1,7 @@
-/* What only sm_90a has, for kernels built on it: the tensor cores' asynchronous products (wgmma), copies
- * by tensor maps (cuda_tensor_map.h), clusters, and registers that warpgroups give each other. A
- * warpgroup is four neighbouring warps, the first a multiple of four. PTX names follow the PTX ISA. */
+/* What only sm_90a has, for kernels built on it: the tensor cores' asynchronous products (wgmma),
+ * copies by tensor maps (cuda_tensor_map.h), clusters, and registers that warpgroups give each
+ * other. A warpgroup is four neighbouring warps, the first a multiple of four. PTX names follow the
+ * PTX ISA. */
 #ifndef KERNELS_CUDA_WGMMA_CUH
 #define KERNELS_CUDA_WGMMA_CUH
 
@@ -10,19 +11,19 @@
 
 /* ---- operands in shared memory ---- */
 
-/* A panel: rows of 64 bf16, 128 bytes each, as a tensor map with a box of 64 leaves them: chunk c of 16
- * bytes of row r at c ^ (r mod 8). Panels start at multiples of 1024 bytes. */
+/* A panel: rows of 64 bf16, 128 bytes each, as a tensor map with a box of 64 leaves them: chunk c
+ * of 16 bytes of row r at c ^ (r mod 8). Panels start at multiples of 1024 bytes. */
 constexpr int PANEL_DEPTH = 64, PANEL_ROW_BYTES = 128, PANEL_ALIGNMENT = 1024;
 
-/* The first place for a panel from here on: what a block has as shared memory is aligned to less. */
+/* The first place for a panel from here on: a block's shared memory is aligned to less. */
 __device__ __forceinline__ uint32_t panel_aligned(uint32_t address) {
     return (address + PANEL_ALIGNMENT - 1) / PANEL_ALIGNMENT * PANEL_ALIGNMENT;
 }
 
 /* wgmma's description of a panel. Its low bits are the address by 16, so a later row or column of
  * the same operand is an addition: 16 columns are WGMMA_COLUMNS_16, 8 rows WGMMA_ROWS_8.
- * next: bytes to the next panel of an operand whose rows are longer than one; only a transposed B wider
- * than 64 reads it. */
+ * next: bytes to the next panel of an operand whose rows are longer than one; only a transposed B
+ * wider than 64 reads it. */
 constexpr uint64_t WGMMA_COLUMNS_16 = 32 >> 4, WGMMA_ROWS_8 = 1024 >> 4;
 
 __device__ __forceinline__ uint64_t wgmma_panel(uint32_t address, uint32_t next = 16) {
@@ -30,12 +31,20 @@ __device__ __forceinline__ uint64_t wgmma_panel(uint32_t address, uint32_t next 
     return SWIZZLE_128 | ROWS_8_APART | (uint64_t)(next >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+/* Four 8x8 matrices of bf16 to shared memory, a row's address per lane (stmatrix). */
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
+                                               uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
 /* ---- wgmma: sums[64, N] (+)= A[64, 16] B[N, 16]^T, bf16 with f32 sums ----
  *
- * Thread w * 32 + l of the warpgroup holds, of rows 16 w + l / 4 and + 8, of each 8 columns the two from
- * 2 (l % 4) on: sums[4 j + 0, 1] of the upper row, [4 j + 2, 3] of the lower one, column 8 j + 2 (l % 4).
- * Order of calls: wgmma_fence, products, wgmma_commit; wgmma_wait; settle. Registers and shared memory
- * of a product must not be touched between. */
+ * Lane l of warp w of the warpgroup holds two rows, 16 w + l / 4 and that + 8, and of each 8
+ * columns two, from 8 j + 2 (l % 4) on: sums[4 j + 0, 1] of the upper row, sums[4 j + 2, 3] of the
+ * lower one. Order of calls: wgmma_fence, products, wgmma_commit; wgmma_wait; settle. Registers and
+ * shared memory of a product must not be touched in between. */
 
 /* What threads wrote to sums (or to A in registers) comes before the products. */
 __device__ __forceinline__ void wgmma_fence() {
@@ -101,7 +110,8 @@ template <int N>
 __device__ __forceinline__ void wgmma_transposed(float (&sums)[N / 2], const uint32_t *A,
                                                  uint64_t B, int keep);
 
-/* HALF: N / 2, the number of sums; P0 to P5: the operands behind them. */
+/* HALF: N / 2, the number of sums; P0 to P5: the numbers of the operands after them. One line for
+ * every width in use. */
 #define WGMMA_SHARED(N, HALF, P0, P1, P2)                                                          \
     template <>                                                                                    \
     __device__ __forceinline__ void wgmma<N>(float(&sums)[HALF], uint64_t A, uint64_t B,           \
@@ -132,32 +142,24 @@ __device__ __forceinline__ void wgmma_transposed(float (&sums)[N / 2], const uin
 WGMMA_SHARED(8, 4, 4, 5, 6)
 WGMMA_SHARED(16, 8, 8, 9, 10)
 WGMMA_SHARED(32, 16, 16, 17, 18)
-WGMMA_SHARED(48, 24, 24, 25, 26)
 WGMMA_SHARED(64, 32, 32, 33, 34)
-WGMMA_SHARED(80, 40, 40, 41, 42)
 WGMMA_SHARED(96, 48, 48, 49, 50)
 WGMMA_SHARED(112, 56, 56, 57, 58)
 WGMMA_SHARED(128, 64, 64, 65, 66)
-WGMMA_SHARED(144, 72, 72, 73, 74)
-WGMMA_SHARED(160, 80, 80, 81, 82)
 WGMMA_SHARED(176, 88, 88, 89, 90)
 WGMMA_SHARED(192, 96, 96, 97, 98)
-WGMMA_SHARED(208, 104, 104, 105, 106)
 WGMMA_SHARED(224, 112, 112, 113, 114)
-WGMMA_SHARED(240, 120, 120, 121, 122)
-WGMMA_SHARED(256, 128, 128, 129, 130)
 WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_REGISTERS(80, 40, 40, 41, 42, 43, 44, 45)
 WGMMA_REGISTERS(96, 48, 48, 49, 50, 51, 52, 53)
-WGMMA_REGISTERS(112, 56, 56, 57, 58, 59, 60, 61)
 WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69)
-WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101)
 WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133)
 
-/* ---- copies by tensor maps: one thread asks, the barrier counts the whole box's bytes ----
+/* ---- copies by tensor maps, into shared memory ----
  *
- * x, y, z, ..: the first element of the box, the contiguous dimension first. What lies outside of
- * the tensor arrives as zeros. policy: L2's, READ_ONCE (cuda.cuh) or these. */
+ * One thread asks; the barrier counts the whole box's bytes. x, y, z, ..: the first element of the
+ * box, the contiguous dimension first. What lies outside of the tensor arrives as zeros. policy:
+ * L2's, READ_ONCE (cuda.cuh) or these. */
 
 constexpr uint64_t READ_NORMALLY = 0x1000000000000000, READ_AGAIN = 0x14F0000000000000;
 
@@ -192,8 +194,8 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, ui
                  "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
                  : "memory");
 }
-/* copy_box to the same place of each block of the cluster in `blocks`, a bit each, where the barrier of
- * the same address counts. */
+/* copy_box to the same place of each block of the cluster in `blocks`, a bit each, where the
+ * barrier of the same address counts. */
 __device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                             uint64_t policy, uint16_t blocks, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -210,6 +212,32 @@ __device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map,
                  : "memory");
 }
 
+/* ---- copies by tensor maps, out of shared memory ---- */
+
+/* What this thread wrote to shared memory comes before what copy engine and tensor cores do with
+ * it. */
+__device__ __forceinline__ void fence_for_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+/* A box to global memory; what lies outside of the tensor is not written. The thread that asks
+ * commits, and waits: until its boxes are read, or written. */
+__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
+                                          int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], "
+                 "[%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+__device__ __forceinline__ void commit_boxes() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_boxes_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_boxes_written() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 /* ---- clusters ---- */
 
 __device__ __forceinline__ int cluster_rank() {
@@ -217,8 +245,8 @@ __device__ __forceinline__ int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-/* All threads of all blocks of the cluster. Relaxed: it orders no memory but what barriers_ready made
- * visible, and spares the GPU-wide fence of the other form. */
+/* __syncthreads for all blocks of the cluster. Relaxed: it orders no memory but what barriers_ready
+ * made visible, and spares the GPU-wide fence of the other form. */
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
                  "barrier.cluster.wait.aligned;" ::

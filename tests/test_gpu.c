@@ -78,7 +78,8 @@ static void operators_on_ragged_shapes(void) {
                             positions[(n / 2 + n / (2 * ROWS)) % POSITIONS]);
 }
 
-/* Sums of every length that one row, or a few, have a form for: at the ends of what a form takes. */
+/* Sums of every length that one row, or a few, have a form for: at the ends of what a form
+ * takes. */
 static void operators_of_few_rows_at_every_width(void) {
     static const int widths[] = {8,     512,   520,   1016,  1024,  1032,  1536,  1544,  2048,
                                  2056,  4096,  4104,  6144,  6152,  8192,  8200,  10240, 10248,
@@ -122,8 +123,9 @@ static void operators_after_long_caches(void) {
         }
 }
 
-/* One row's parts of the cache, which clusters of blocks share up to some length: around their sizes and
- * that length, for heads of every kind and kv heads that leave a cluster 8, 4, 2 blocks or 1. */
+/* One row's parts of the cache, which clusters of blocks share up to some length: around their
+ * sizes and that length, for heads of every kind and kv heads that leave a cluster 8, 4, 2 blocks
+ * or 1. */
 static void one_row_over_caches_of_any_length(void) {
     static const int lengths[] = {126, 127, 128, 191, 255,  256,  257,  511,  575,
                                   640, 766, 767, 768, 1023, 1024, 1535, 1536, 2049};
@@ -138,9 +140,80 @@ static void one_row_over_caches_of_any_length(void) {
             check_shape(heads[i], BF16, 1, lengths[l]);
 }
 
+/* ---- prompts ---- */
+
+struct prompt {
+    struct shape shape;
+    int T, position;
+};
+
+/* bf16, in slot 1 of two; on the device's own path alone. */
+static void check_prompt(struct prompt p, int classified, size_t every) {
+    struct gpu g;
+    gpu_open(&g, random_config(p.shape, BF16),
+             (struct limits){p.position + p.T + p.T % 5, p.T + p.T % 3, 2, classified, 1, true});
+    struct step s = step_of(&g, (struct rows){p.T, classified}, every);
+    fill_cache(&s, 1, (size_t)p.position);
+    gpu_put_all(&g);
+    row_numbers(&s, 2)[0] = p.position; /* for the name; the device is told below */
+    name_step(&s, false);
+    check_rows(&s, 1, p.position);
+    check_operators(&s);
+    gpu_close(&g);
+}
+
+/* Each tile of cuda_matmul_hopper.cu, in the table's order, as an H200 chooses it, for each of its
+ * endings: x += (C wide), gate and up (2F), logits (V). Ragged in all dimensions. What changes the
+ * choice has to move these widths. */
+static void prompts_on_every_tile(void) {
+    static const struct prompt tiles[] = {
+        {{440, 1, 2, 1, 64, 216, 433}, 1025, 0},      /* 64 x 64 */
+        {{584, 1, 3, 1, 80, 312, 669}, 1031, 65},     /* 64 x 96 */
+        {{776, 1, 4, 2, 96, 408, 885}, 1040, 0},      /* 64 x 128 */
+        {{1144, 1, 2, 2, 128, 520, 1333}, 1049, 3},   /* 64 x 192 */
+        {{1416, 1, 2, 1, 256, 744, 1561}, 1056, 0},   /* 64 x 224 */
+        {{3608, 1, 7, 1, 64, 1832, 3691}, 387, 500},  /* 128 x 112 */
+        {{1608, 1, 4, 1, 64, 808, 1661}, 1063, 0},    /* 128 x 128 */
+        {{1832, 1, 3, 3, 80, 1064, 2281}, 1070, 127}, /* 128 x 176 */
+        {{1704, 1, 8, 1, 64, 872, 1787}, 1079, 0},    /* 128 x 128, side by side */
+        {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1},   /* 128 x 176, side by side */
+        {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0},  /* 128 x 192; x += after attention alone */
+    };
+    for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i += quick ? 4 : 1)
+        check_prompt(tiles[i], tiles[i].T, 7);
+}
+
+/* Attention of prompts: every size and grouping of heads. Then so many rows and heads that an
+ * H200's multiprocessors get several tiles each, of two consumers and of three. */
+static void prompts_of_every_head(void) {
+    static const int sizes[] = {64, 80, 96, 128, 256}, ratios[] = {1, 3, 4, 7, 8};
+    static const int lengths[] = {130, 161, 193, 225, 258}, starts[] = {0, 77, 0, 300, 129};
+    for (int d = 0; d < 5; d++)
+        for (int r = 0; r < 5; r += quick ? 5 : 1) {
+            const int G = 1 + (d + r) % 3, T = lengths[(d + r) % 5],
+                      start = starts[(d + 2 * r) % 5];
+            const struct shape shape = {24, 1, ratios[r] * G, G, sizes[d], 16, 9};
+            check_prompt((struct prompt){shape, T, start}, 1, 1);
+        }
+    static const struct prompt large[] = {
+        /* two consumers */
+        {{24, 1, 42, 6, 128, 16, 9}, 560, 0},
+        {{24, 1, 39, 13, 256, 16, 9}, 430, 100},
+        /* three */
+        {{24, 1, 90, 90, 64, 16, 9}, 390, 5},
+        {{24, 1, 96, 12, 64, 16, 9}, 550, 0},
+        {{24, 1, 98, 14, 80, 16, 9}, 545, 40},
+        {{24, 1, 90, 30, 96, 16, 9}, 550, 0},
+        {{24, 1, 136, 34, 128, 16, 9}, 385, 150},
+    };
+    for (size_t i = 0; i < sizeof large / sizeof *large; i += quick ? 4 : 1)
+        check_prompt(large[i], 1, 1);
+}
+
 /* ---- rows that differ ---- */
 
-/* Rows of a step that belong to different sequences, also at neighbouring and at falling positions. */
+/* Rows of a step that belong to different sequences, also at neighbouring and at falling
+ * positions. */
 static void rows_of_several_slots(void) {
     static const int slots[] = {0, 0, 1, 2, 2, 2, 2, 1}, at[] = {3, 4, 5, 300, 299, 301, 303, 6};
     for (int i = 0; i < (quick ? 1 : 9); i++)
@@ -167,37 +240,44 @@ static void rows_of_several_slots(void) {
             }
 }
 
-/* A later row of the same step is past a row's length, too: its NaN stays its own. In prompts it may
- * reach the rows of its tile of 64 positions, since a weight of zero does not end a NaN. */
-static void a_nan_row_stays_alone(void) {
+/* A later row of the same step is past a row's length, too: its NaN stays its own. In prompts it
+ * may reach the rows of its tile of 64 positions where Hopper's own attention does not run, since
+ * there a weight of zero does not end a NaN. */
+static void check_nan_row(struct shape shape, enum dtype dtype, int T, bool general) {
     enum { TILE = 64 };
-    for (int i = 0; i < (quick ? 2 : SHAPES); i++)
-        for (int T = 2; T < 150; T += 1 + T / 3) {
-            struct gpu g;
-            gpu_open(&g, random_config(shapes[i], T % 2 ? F32 : BF16),
-                     (struct limits){200, T, 1, 1, 1, true});
-            struct step s = step_of(&g, (struct rows){T, 1}, 1);
-            snprintf(s.name, sizeof s.name, "C %zu D %zu, T %d, the last row NaN", s.C, s.D, T);
-            check_rows(&s, 0, 0);
-            g.device.ops->embed(&g.device, s.rows);
-            float *row = allocated(s.C * sizeof *row);
-            for (size_t c = 0; c < s.C; c++) row[c] = NAN;
-            cuda_write(&g.device, (float *)engine_region(&g.device, REGION_X) + (s.T - 1) * s.C,
-                       row, s.C * sizeof *row);
-            g.device.ops->qkv(&g.device, 0, s.rows);
-            g.device.ops->attend(&g.device, 0, s.rows);
-            const size_t last = s.T - 1, width = s.H * s.D;
-            const size_t clean = T > CUDA_DECODE_ROWS ? last / TILE * TILE : last; /* rows */
-            size_t wrong = 0;
-            if (gpu_read(&g, s.name, "attend"))
-                for (size_t a = 0; a < s.T * width; a++) {
-                    const bool nan = isnan(weight_at(is_now(&s, REGION_A), s.dtype, a));
-                    wrong += a < clean * width ? nan : a >= last * width && !nan;
-                }
-            check(!wrong, "%s: %zu numbers are wrongly NaN, or not", s.name, wrong);
-            free(row);
-            gpu_close(&g);
+    struct gpu g;
+    gpu_open(&g, random_config(shape, dtype), (struct limits){200, T, 1, 1, 1, true});
+    const bool hopper = !general && dtype == BF16 && cuda_capability(&g.device) == 90;
+    struct step s = step_of(&g, (struct rows){T, 1}, 1);
+    snprintf(s.name, sizeof s.name, "C %zu D %zu %s, T %d, the last row NaN%s", s.C, s.D,
+             dtype_name(dtype), T, general ? ", general path" : "");
+    cuda_general_path(&g.device, general);
+    check_rows(&s, 0, 0);
+    g.device.ops->embed(&g.device, s.rows);
+    float *row = allocated(s.C * sizeof *row);
+    for (size_t c = 0; c < s.C; c++) row[c] = NAN;
+    cuda_write(&g.device, (float *)engine_region(&g.device, REGION_X) + (s.T - 1) * s.C, row,
+               s.C * sizeof *row);
+    g.device.ops->qkv(&g.device, 0, s.rows);
+    g.device.ops->attend(&g.device, 0, s.rows);
+    const size_t last = s.T - 1, width = s.H * s.D;
+    const size_t clean = T > CUDA_DECODE_ROWS && !hopper ? last / TILE * TILE : last; /* rows */
+    size_t wrong = 0;
+    if (gpu_read(&g, s.name, "attend"))
+        for (size_t a = 0; a < s.T * width; a++) {
+            const bool nan = isnan(weight_at(is_now(&s, REGION_A), s.dtype, a));
+            wrong += a < clean * width ? nan : a >= last * width && !nan;
         }
+    check(!wrong, "%s: %zu numbers are wrongly NaN, or not", s.name, wrong);
+    free(row);
+    gpu_close(&g);
+}
+
+static void a_nan_row_stays_alone(void) {
+    for (int i = 0; i < (quick ? 2 : SHAPES); i++)
+        for (int T = 2; T < 150; T += 1 + T / 3)
+            for (int general = 0; general < 2; general++)
+                check_nan_row(shapes[i], (T + i) % 2 ? F32 : BF16, T, general);
 }
 
 /* ---- whole models ---- */
@@ -300,6 +380,8 @@ static const struct {
     {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
     {"operators_after_long_caches", operators_after_long_caches},
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
+    {"prompts_on_every_tile", prompts_on_every_tile},
+    {"prompts_of_every_head", prompts_of_every_head},
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
     {"models_in_any_chunks", models_in_any_chunks},
