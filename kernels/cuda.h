@@ -121,6 +121,11 @@ void cuda_launch(struct cuda_backend *b, const char *name, void (*kernel)(P...),
     cuda_launch_clusters(b, name, kernel, grid, 1, threads, shared, arguments...);
 }
 
+/* n / by, rounded up. */
+__host__ __device__ inline int divide_up(int n, int by) {
+    return n / by + (n % by != 0);
+}
+
 /* ---- products ---- */
 
 enum epilogue {

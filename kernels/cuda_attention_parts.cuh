@@ -12,10 +12,6 @@ enum {
 
 /* ---- what a block works on ---- */
 
-static __host__ __device__ __forceinline__ int divide_up(int n, int by) {
-    return (n + by - 1) / by;
-}
-
 /* How the step is cut, the same for all blocks. Queries of a kv head are numbered row by row: query i
  * is head i % ratio of row i / ratio. */
 struct cut {

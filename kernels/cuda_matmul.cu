@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) matmul(const struct pro
     start_dependents();
     extern __shared__ __align__(STEP_BYTES) unsigned char ring[];
     constexpr uint32_t END = S::STAGES * S::STAGE_BYTES, W_TILE = S::TILE_T * STEP_BYTES;
-    const int steps = tiles_along(p.K, DEPTH), thread = (int)threadIdx.x, lane = thread % 32;
+    const int steps = divide_up(p.K, DEPTH), thread = (int)threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0); /* the compiler sees it as uniform */
     const int warp_t = warp / S::COLUMNS_OF_WARPS * S::WARP_T;
     const int warp_n = warp % S::COLUMNS_OF_WARPS * S::WARP_N;

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS) matmul_f32(const struct product p) {
     constexpr int TILE_T = SIDE * ROWS, TILE_N = SIDE * COLUMNS;
     constexpr uint32_t W_TILE = TILE_T * STEP_BYTES, STAGE = (TILE_T + TILE_N) * STEP_BYTES;
     static_assert(sums_bytes(TILE_T, TILE_N) <= STAGES * STAGE, "sums take the ring's place");
-    const int steps = tiles_along(p.K, DEPTH), thread = (int)threadIdx.x;
+    const int steps = divide_up(p.K, DEPTH), thread = (int)threadIdx.x;
     const int warp = thread / 32, lane = thread % 32;
     const int t = warp / 2 * 4 + lane / 8, n = warp % 2 * 8 + lane % 8; /* first rows of in and W */
 

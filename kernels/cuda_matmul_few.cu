@@ -267,10 +267,6 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
 
 /* ---- launching ---- */
 
-int divide_up(int a, int b) {
-    return (a + b - 1) / b;
-}
-
 int blocks_for(const struct cuda_backend *b, int groups) {
     return std::min({groups, b->multiprocessors, (int)CUDA_SQUARES});
 }

@@ -401,10 +401,6 @@ constexpr form forms[] = {
     form_of<128, 192, true, true>(),
 };
 
-int divide_up(int a, int b) {
-    return (a + b - 1) / b;
-}
-
 schedule schedule_for(const struct cuda_backend *b, const struct product *p, const form &form) {
     const int units = p->epilogue == EPILOGUE_ACTIVATE ? form.tile_n / 2 : form.tile_n;
     schedule schedule = {};

@@ -25,10 +25,6 @@ __host__ __device__ inline int output_columns(const struct product &p) {
 __host__ __device__ inline int tile_columns(const struct product &p, int tile_n) {
     return p.epilogue == EPILOGUE_ACTIVATE ? tile_n / 2 : tile_n;
 }
-__host__ __device__ inline int tiles_along(int size, int tile) {
-    return size / tile + (size % tile != 0);
-}
-
 /* First row of `in` and first output column of a block's tile. */
 struct tile {
     int t, column;
@@ -43,10 +39,10 @@ constexpr int TILE_GROUP = 16;
 __device__ __forceinline__ struct tile tile_of_block(const struct product &p, int tile_t,
                                                      int tile_n) {
     const int columns = tile_columns(p, tile_n);
-    const int tiles_n = tiles_along(output_columns(p), columns);
+    const int tiles_n = divide_up(output_columns(p), columns);
     const int group = (int)blockIdx.x / (TILE_GROUP * tiles_n);
     const int in_group = (int)blockIdx.x - group * TILE_GROUP * tiles_n;
-    const int rows = min(TILE_GROUP, tiles_along(p.T, tile_t) - group * TILE_GROUP);
+    const int rows = min(TILE_GROUP, divide_up(p.T, tile_t) - group * TILE_GROUP);
     return {(group * TILE_GROUP + in_group % rows) * tile_t, in_group / rows * columns};
 }
 
@@ -201,8 +197,8 @@ void launch_tiles(struct cuda_backend *b, const char *name, const struct tile_fo
     double least = 0;
     unsigned blocks = 0;
     for (const struct tile_form &form : forms) {
-        const size_t tiles = (size_t)tiles_along(p->T, form.tile_t) *
-                             tiles_along(output_columns(*p), tile_columns(*p, form.tile_n));
+        const size_t tiles = (size_t)divide_up(p->T, form.tile_t) *
+                             divide_up(output_columns(*p), tile_columns(*p, form.tile_n));
         const size_t in_turn = (tiles + b->multiprocessors - 1) / b->multiprocessors;
         const double time = (double)in_turn * form.tile_t * form.tile_n * form.cost;
         if (best && (form.shared > b->shared_bytes || time >= least)) continue;
