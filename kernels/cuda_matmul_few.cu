@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
             barrier_init(shared_address(&barrier.rows[s]), 1);
             barrier_init(shared_address(&barrier.empty[s]), CONSUMERS / 32);
         }
-        barrier_init(shared_address(&barrier.facts), 1);
+        barrier_init(shared_address(&barrier.facts), 32);
         barriers_ready();
     }
     __syncthreads();
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
     wait_for_inputs();
     if (warp > CONSUMERS / 32) {
         gather_facts<ROWS, E>(p, facts);
-        if (lane == 0) barrier_arrive(shared_address(&barrier.facts));
+        barrier_arrive(shared_address(&barrier.facts)); /* each lane after its own facts */
         return;
     }
     const tile_walk walk(d);

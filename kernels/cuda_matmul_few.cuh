@@ -68,7 +68,6 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
             facts.place[row] = (slot + (size_t)__ldcg(h.positions + row)) * h.D;
         }
     }
-    __syncwarp();
 }
 
 /* ---- results ----
