@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[ROWS][COLUMNS], cons
  * Dependent launch  the first steps of W are asked for before the inputs are there.
  * Form      multiply-adds, not tensor cores: those would round the inputs to TF32. */
 template <int ROWS, int COLUMNS, int STAGES>
-__global__ void __launch_bounds__(THREADS) matmul_f32(const struct product p) {
+__global__ void __launch_bounds__(THREADS, 1) matmul_f32(const struct product p) {
     start_dependents();
     extern __shared__ __align__(STEP_BYTES) char ring[];
     constexpr int TILE_T = SIDE * ROWS, TILE_N = SIDE * COLUMNS;
