@@ -220,6 +220,19 @@ struct cuda_attention {
     float scale;
 };
 
+/* Calls launch with the head size as a type, if attention with splits or wgmma has instances for it. */
+template <int D_> struct head_size { static constexpr int D = D_; };
+template <class L> bool with_head_size(int D, L launch) {
+    switch (D) {
+    case 64: launch(head_size<64>()); return true;
+    case 80: launch(head_size<80>()); return true;
+    case 96: launch(head_size<96>()); return true;
+    case 128: launch(head_size<128>()); return true;
+    case 256: launch(head_size<256>()); return true;
+    default: return false;
+    }
+}
+
 /* Rows that are consecutive positions of one slot, bf16 (cuda_attention.cu, mma.sync). */
 void cuda_attention_prefill(struct cuda_backend *b, const struct cuda_attention *a);
 /* The same on Hopper (cuda_attention_hopper.cu, wgmma: compute capability 9.0 alone), and whether it

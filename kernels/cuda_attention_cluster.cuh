@@ -8,6 +8,9 @@
 
 enum { CLUSTER = 8 }; /* blocks at most: what every device grants */
 
+/* Positions of a part, and what they are a multiple of. */
+enum { PART_LEAST = 128, PART_ROUND = 64 };
+
 /* What of four dims travels to the block that merges them. */
 enum { EXCHANGED = sizeof(float4) + sizeof(float2) };
 

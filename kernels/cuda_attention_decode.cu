@@ -83,18 +83,11 @@ template <int D> static void launch(struct cuda_backend *b, const struct cuda_at
 }
 
 bool cuda_attention_decode_takes(int D) {
-    return D == 64 || D == 80 || D == 96 || D == 128 || D == 256;
+    return with_head_size(D, [](auto) {});
 }
 
 void cuda_attention_decode(struct cuda_backend *b, const struct cuda_attention *a) {
-    switch (a->D) {
-    case 64: launch<64>(b, a); return;
-    case 80: launch<80>(b, a); return;
-    case 96: launch<96>(b, a); return;
-    case 128: launch<128>(b, a); return;
-    case 256: launch<256>(b, a); return;
-    default:
-        cuda_launch_failed(b, "attention_decode: no such head size", dim3(), 0, (size_t)a->D,
-                           cudaErrorInvalidValue);
-    }
+    if (!with_head_size(a->D, [&](auto size) { launch<decltype(size)::D>(b, a); }))
+        cuda_failed(b, "cuda_attention_decode: 64, 80, 96, 128 or 256 dimensions",
+                    cudaErrorInvalidValue);
 }

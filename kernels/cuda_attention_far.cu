@@ -315,7 +315,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
  *           First __syncthreads: barriers are ready | used. Barrier 1: the ring is read | results take its
  *           place. Second __syncthreads: the results are written | merged.
  * Bound     bytes of K and V, each read once. 16 KB take 830 cycles at 4.6 TB/s; shared memory is busy for
- *           384 of them (128 the copy, 128 K and 128 V, at two lanes a bank), a scheduler issues 70
+ *           384 of them (128 the copy, 128 K and 128 V, at two lanes a bank), a scheduler issues 100
  *           instructions, and a warp holds the stage for about 900.
  * Numerics  as cuda_attention_decode.
  * Needs     as cuda_attention_decode. */
@@ -371,11 +371,5 @@ bool cuda_attention_far_takes(const struct cuda_attention *a) {
 }
 
 void cuda_attention_far(struct cuda_backend *b, const struct cuda_attention *a) {
-    switch (a->D) {
-    case 64: launch<64>(b, a); return;
-    case 80: launch<80>(b, a); return;
-    case 96: launch<96>(b, a); return;
-    case 128: launch<128>(b, a); return;
-    default: launch<256>(b, a);
-    }
+    with_head_size(a->D, [&](auto size) { launch<decltype(size)::D>(b, a); });
 }

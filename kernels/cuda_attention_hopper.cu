@@ -346,7 +346,7 @@ void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     p.tile_rows = CONSUMERS * p.warpgroup_rows;
     p.query_bytes =
         (uint32_t)(CONSUMERS * C::PANELS * PANEL_ROW_BYTES * p.heads_of_group * p.warpgroup_rows);
-    p.tiles_of_group = (unsigned)((p.T + p.tile_rows - 1) / p.tile_rows);
+    p.tiles_of_group = (unsigned)divide_up(p.T, p.tile_rows);
     p.tiles = p.tiles_of_group * (unsigned)p.G;
     p.factor = a->scale * LOG2_E;
     p.slot = a->slots;
@@ -361,29 +361,23 @@ void launch(struct cuda_backend *b, const struct cuda_attention *a) {
                     maps, p);
 }
 
-/* Three warpgroups, unless that leaves multiprocessors with fewer than two tiles. */
+/* Three warpgroups, unless that leaves multiprocessors with fewer than two tiles, or their registers no
+ * room for O. */
 template <int D> void launch_by_rows(struct cuda_backend *b, const struct cuda_attention *a) {
-    const int rows = 3 * (QUERIES / (a->H / a->G));
-    if ((a->T + rows - 1) / rows * a->G < 2 * b->multiprocessors)
+    constexpr int most = D > 128 ? 2 : 3;
+    const int rows = most * (QUERIES / (a->H / a->G));
+    if (divide_up(a->T, rows) * a->G < 2 * b->multiprocessors)
         launch<D, 2>(b, a);
     else
-        launch<D, 3>(b, a);
+        launch<D, most>(b, a);
 }
 
 } // namespace
 
 bool cuda_attention_hopper_takes(const struct cuda_attention *a) {
-    return (a->D == 64 || a->D == 80 || a->D == 96 || a->D == 128 || a->D == 256) &&
-           a->H / a->G <= QUERIES && a->scale > 0;
+    return cuda_attention_decode_takes(a->D) && a->H / a->G <= QUERIES && a->scale > 0;
 }
 
 void cuda_attention_hopper(struct cuda_backend *b, const struct cuda_attention *a) {
-    switch (a->D) {
-    case 64: launch_by_rows<64>(b, a); return;
-    case 80: launch_by_rows<80>(b, a); return;
-    case 96: launch_by_rows<96>(b, a); return;
-    case 128: launch_by_rows<128>(b, a); return;
-    case 256: launch<256, 2>(b, a); return;
-    default: cuda_failed(b, "cuda_attention_hopper: head size", cudaErrorInvalidValue);
-    }
+    with_head_size(a->D, [&](auto size) { launch_by_rows<decltype(size)::D>(b, a); });
 }

@@ -5,9 +5,6 @@
 
 namespace {
 
-/* Positions of a part, and what they are a multiple of. */
-enum { PART_LEAST = 128, PART_ROUND = 64 };
-
 /* Blocks whose registers fit together: 128 a thread up to D = 128, so that a block fits beside two of
  * cuda_decode.cu. */
 template <class S> constexpr int blocks_of_registers = S::D > 128 ? 2 : 4;
@@ -98,11 +95,5 @@ bool cuda_attention_near_takes(const struct cuda_attention *a) {
 }
 
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a) {
-    switch (a->D) {
-    case 64: launch<64>(b, a); return;
-    case 80: launch<80>(b, a); return;
-    case 96: launch<96>(b, a); return;
-    case 128: launch<128>(b, a); return;
-    default: launch<256>(b, a);
-    }
+    with_head_size(a->D, [&](auto size) { launch<decltype(size)::D>(b, a); });
 }

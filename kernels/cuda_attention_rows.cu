@@ -4,9 +4,6 @@
 
 namespace {
 
-/* Positions of a part, and what they are a multiple of. */
-enum { PART_LEAST = 128, PART_ROUND = 64 };
-
 /* Blocks whose registers fit together. */
 template <class S, int SETS> constexpr int blocks_of_registers = S::D > 128 ? 2 : SETS > 1 ? 3 : 4;
 
@@ -86,11 +83,5 @@ bool cuda_attention_rows_takes(const struct cuda_attention *a) {
 }
 
 void cuda_attention_rows(struct cuda_backend *b, const struct cuda_attention *a) {
-    switch (a->D) {
-    case 64: launch<64>(b, a); return;
-    case 80: launch<80>(b, a); return;
-    case 96: launch<96>(b, a); return;
-    case 128: launch<128>(b, a); return;
-    default: launch<256>(b, a);
-    }
+    with_head_size(a->D, [&](auto size) { launch<decltype(size)::D>(b, a); });
 }

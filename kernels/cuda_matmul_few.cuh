@@ -188,8 +188,8 @@ __device__ __forceinline__ void finish_plain(const product &p, const float (&sum
 }
 
 /* The block's part of the rows' sums of squares: over the lanes that have units of the same rows,
- * then over the warps. Barrier 1: facts.squares is written by each warp | read by a thread a row.
- * */
+ * then over the warps. Barrier 1: facts.squares is written by each warp | read by a thread a
+ * row. */
 template <int ROWS>
 __device__ __forceinline__ void leave_squares(const product &p, float (&squares)[ROWS / 4],
                                               row_facts<ROWS> &facts) {
