@@ -156,7 +156,7 @@ static void check_prompt(struct prompt p, int classified, size_t every) {
     fill_cache(&s, 1, (size_t)p.position);
     gpu_put_all(&g);
     row_numbers(&s, 2)[0] = p.position; /* for the name; the device is told below */
-    name_step(&s, false);
+    name_step(&s, OWN);
     check_rows(&s, 1, p.position);
     check_operators(&s);
     gpu_close(&g);
