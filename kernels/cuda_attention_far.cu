@@ -90,6 +90,7 @@ __device__ __forceinline__ void produce(const struct cuda_attention &a, const st
                       (uint32_t)(rows * S::row_bytes), barrier);
     }
     if (!waited) wait_for_inputs();
+    __syncwarp(); /* the warp is whole again: __syncthreads needs all of its threads */
 }
 
 /* ---- one tile, by one warp ---- */
@@ -286,8 +287,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
         /* An arrive alone may overtake reads of shared memory, so it is made to depend on them. */
         uint32_t seen = (uint32_t)a.D;
         add_rows<S, SETS>(found, weights, values, seen);
-        if (__all_sync(0xffffffffu, seen != 0) && lane == 0)
-            barrier_arrive(shared_address(&empty[at.slot]));
+        if (seen != 0) barrier_arrive(shared_address(&empty[at.slot]));
     }
     named_barrier(1, 32 * CONSUMERS); /* all tiles are read, before results take their place */
     float *result = (float *)ring + warp * S::result;
@@ -296,8 +296,8 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
         float total = sum[s];
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
-        if (lane % 4 == 0)
-            *(float2 *)(result + lane / 4 * S::record + S::D) = make_float2(maximum[s], total);
+        /* The record has room for four words here, the last two of no use: every lane writes. */
+        result[lane / 4 * S::record + S::D + lane % 4] = lane % 4 ? total : maximum[s];
         store_steps<S, 0>(result, found[s]);
     }
 }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
  * Tensor    as cuda_attention_decode; the copy engine leaves rows as they are, so lanes read their operands
  * cores     with plain loads, in an order of depth and dims that makes them 16 bytes.
  * Shared    a ring of stages; later the results.
- * Barriers  full[s]: a stage has landed | it is read. empty[s]: its warp has read it | it is overwritten.
+ * Barriers  full[s]: a stage has landed | it is read. empty[s]: each lane of its warp has read it | it is overwritten.
  *           First __syncthreads: barriers are ready | used. Barrier 1: the ring is read | results take its
  *           place. Second __syncthreads: the results are written | merged.
  * Bound     bytes of K and V, each read once. 16 KB take 830 cycles at 4.6 TB/s; shared memory is busy for
@@ -330,7 +330,7 @@ __global__ void __maxnreg__((registers<S, SETS>))
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::stages; s++) {
             barrier_init(shared_address(&full[s]), 1);
-            barrier_init(shared_address(&empty[s]), 1);
+            barrier_init(shared_address(&empty[s]), 32);
         }
         barriers_ready();
     }

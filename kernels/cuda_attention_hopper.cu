@@ -257,7 +257,10 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
         const int broken = c.broken[place] - position; /* rows of the tile from here on */
         stage_result<C>(o, found, row[0] >= broken, row[1] >= broken, slab);
         named_barrier(OWN + warpgroup, 128);
-        if (leads) store_result<C>(maps, t, first_row, slab);
+        if (leads)
+            store_result<C>(maps, t, first_row, slab);
+        else
+            barrier_arrive(shared_address(&c.queries_empty[place]));
         owed = place;
     }
     if (leads) wait_for_boxes_written(); /* shared memory outlives the last one */

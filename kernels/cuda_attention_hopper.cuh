@@ -28,7 +28,6 @@ __device__ __forceinline__ void clear_shared_16(uint32_t to) {
 
 enum {
     QUERIES = 64,      /* of a warpgroup: the rows of a wgmma */
-    NOTES = 4,         /* struct note: three may be under way */
     SECTION = 16 << 20 /* bytes of K and V that tiles work on at a time, to stay in the L2 */
 };
 
@@ -93,32 +92,24 @@ __device__ __forceinline__ tile tile_of(const prompt &p, int start, unsigned sec
 
 /* ---- shared memory ---- */
 
-/* The producer tells the cleaner of a block of V that some rows of a tile do not see in full, and
- * of a tile's last block in any case. Two are under way at most, as V has two stages, and a note
- * that no more will come. */
-struct note {
-    int stage; /* no more: -1 */
-    int tile;  /* which of the two in control */
-    int block;
-};
-
 /* Mbarriers: what has happened | what then begins.
  *   queries_full   Q has landed and tiles[] is written | consumers and the cleaner read them
- *   queries_empty  consumers have read tiles[] and broken[], and the results, which took Q's
- *                  place, have left | the producer overwrites Q and tiles[], the cleaner broken[]
+ *   queries_empty  each thread of the consumers and the cleaner has read tiles[] and broken[], and
+ *                  the results, which took Q's place, have left | the producer overwrites Q and
+ *                  tiles[], the cleaner broken[]
  *   keys_full      a stage of K has landed | consumers read it
  *   keys_empty     all their warps have read it | the producer overwrites it
- *   landed         a stage of V has landed and notes[] is written | the cleaner reads them
+ *   landed         a stage of V has landed that is to be cleaned | the cleaner reads it. By turns:
+ *                  two are under way at most, as V has two stages
  *   values_full    a stage of V has landed, or is clean and broken[] written | consumers read them
  *   values_empty   all their warps have read it | the producer overwrites it */
 struct control {
     uint64_t queries_full[2], queries_empty[2];
     uint64_t keys_full[2], keys_empty[2];
-    uint64_t values_full[2], values_empty[2], landed[NOTES];
+    uint64_t values_full[2], values_empty[2], landed[2];
     tile tiles[2];
     int broken[2]; /* of a tile: rows from this position on see a NaN or an infinity in V */
-    note notes[NOTES];
-    int slot; /* the producer's alone, which has few registers */
+    int slot;      /* the producer's alone, which has few registers */
 };
 
 /* Where Q, K and V lie. */
@@ -137,13 +128,13 @@ template <int STAGES> __device__ __forceinline__ int parity_of(unsigned n) {
 template <class C> __device__ __forceinline__ void init_barriers(control &c) {
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_address(&c.queries_full[i]), 1);
-        barrier_init(shared_address(&c.queries_empty[i]), C::CONSUMERS);
+        barrier_init(shared_address(&c.queries_empty[i]), C::CONSUMERS * 128 + 32);
         barrier_init(shared_address(&c.keys_full[i]), 1);
         barrier_init(shared_address(&c.values_full[i]), 1);
         barrier_init(shared_address(&c.keys_empty[i]), C::CONSUMERS * 4);
         barrier_init(shared_address(&c.values_empty[i]), C::CONSUMERS * 4);
+        barrier_init(shared_address(&c.landed[i]), 1);
     }
-    for (int i = 0; i < NOTES; i++) barrier_init(shared_address(&c.landed[i]), 1);
     barriers_ready();
 }
 
@@ -172,10 +163,16 @@ __device__ __forceinline__ void copy_positions(const CUtensorMap *map, int posit
                  panel * PANEL_DEPTH, position, group, slot);
 }
 
-/* The n-th block of K and V that this thread copies, of the tile in place `place` of control. */
+/* Whether the cleaner looks at a block of V: some rows of the tile do not see it in full. The
+ * tile's last block is one. */
+template <class C> __device__ __forceinline__ bool needs_cleaner(const tile &t, int block) {
+    return (block + 1) * C::KEYS > t.position;
+}
+
+/* The n-th block of K and V that this thread copies; so many went to the cleaner before. */
 template <class C>
-__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int place,
-                                           int block, unsigned n, unsigned &notes, const memory &at,
+__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int block,
+                                           unsigned n, unsigned &cleaned, const memory &at,
                                            control &c) {
     const int k = stage_of<C::KEY_STAGES>(n), v = stage_of<C::VALUE_STAGES>(n);
     const int position = block * C::KEYS;
@@ -183,11 +180,9 @@ __device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &
     copy_positions<C>(&maps.keys, position, t.group, c.slot, at.keys + k * C::BLOCK,
                       shared_address(&c.keys_full[k]));
     barrier_wait(shared_address(&c.values_empty[v]), parity_of<C::VALUE_STAGES>(n) ^ 1);
-    uint32_t full = shared_address(&c.values_full[v]);
-    if (position + C::KEYS > t.position) {
-        c.notes[stage_of<NOTES>(notes)] = {v, place, block};
-        full = shared_address(&c.landed[stage_of<NOTES>(notes++)]);
-    }
+    const uint32_t full = needs_cleaner<C>(t, block)
+                              ? shared_address(&c.landed[stage_of<2>(cleaned++)])
+                              : shared_address(&c.values_full[v]);
     copy_positions<C>(&maps.values, position, t.group, c.slot, at.values + v * C::BLOCK, full);
 }
 
@@ -197,7 +192,7 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
     const int start = *p.position;
     c.slot = *p.slot;
     const unsigned section = max(1, min(SECTION / (C::D * 4) / (start + p.T), p.G));
-    unsigned number = blockIdx.x, blocks = 0, notes = 0; /* so far */
+    unsigned number = blockIdx.x, blocks = 0, cleaned = 0; /* so far */
     for (unsigned tiles = 0;; tiles++) {
         const int place = stage_of<2>(tiles);
         const uint32_t full = shared_address(&c.queries_full[place]);
@@ -212,10 +207,8 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
         number = gridDim.x + atomicAdd(&p.counters[0], 1u);
 #pragma unroll 1
         for (int block = t.blocks - 1; block >= 0; block--, blocks++)
-            copy_block<C>(maps, t, place, block, blocks, notes, at, c);
+            copy_block<C>(maps, t, block, blocks, cleaned, at, c);
     }
-    c.notes[stage_of<NOTES>(notes)].stage = -1;
-    barrier_arrive(shared_address(&c.landed[stage_of<NOTES>(notes)]));
     /* The last block leaves the counters zero: all others have drawn in vain before. */
     if (count_up(&p.counters[1], gridDim.x - 1) == gridDim.x - 1) p.counters[0] = 0;
 }
@@ -251,27 +244,41 @@ template <class C> __device__ __forceinline__ bool clean_row(uint32_t row, bool 
     return broken;
 }
 
-template <class C> __device__ __forceinline__ void clean(const memory &at, control &c) {
-    const int lane = threadIdx.x % 32;
+/* A block of V in its stage: the first of its rows that is no number, INT_MAX for none. */
+template <class C>
+__device__ __forceinline__ int clean_block(const tile &t, int block, uint32_t stage) {
+    const int position = block * C::KEYS;
+    const int used = block == t.blocks - 1 && t.half ? C::KEYS / 2 : C::KEYS;
     int broken = INT_MAX;
-    for (unsigned n = 0;; n++) {
-        barrier_wait(shared_address(&c.landed[stage_of<NOTES>(n)]), parity_of<NOTES>(n));
-        const note now = c.notes[stage_of<NOTES>(n)];
-        if (now.stage < 0) break;
-        const tile &t = c.tiles[now.tile];
-        const int position = now.block * C::KEYS, end = t.end - position;
-        const bool last = now.block == t.blocks - 1;
-        const int used = last && t.half ? C::KEYS / 2 : C::KEYS;
-        if (last) broken = INT_MAX; /* a new tile */
 #pragma unroll 1
-        for (int row = max(t.position + 1 - position, 0) + lane; row < used; row += 32)
-            if (clean_row<C>(at.values + now.stage * C::BLOCK + row * PANEL_ROW_BYTES, row < end))
-                broken = min(broken, position + row);
-        broken = __reduce_min_sync(0xffffffffu, broken);
-        fence_for_copies(); /* zeros are written | wgmma reads them, copies overwrite them */
-        if (lane == 0) c.broken[now.tile] = broken;
-        __syncwarp(); /* every lane has written its zeros | lane 0 says so */
-        if (lane == 0) barrier_arrive(shared_address(&c.values_full[now.stage]));
+    for (int row = max(t.position + 1 - position, 0) + (int)threadIdx.x % 32; row < used; row += 32)
+        if (clean_row<C>(stage + row * PANEL_ROW_BYTES, row < t.end - position))
+            broken = min(broken, position + row);
+    fence_for_copies(); /* zeros are written | wgmma reads them, copies overwrite them */
+    return __reduce_min_sync(0xffffffffu, broken);
+}
+
+template <class C> __device__ __forceinline__ void clean(const memory &at, control &c) {
+    unsigned n = 0, cleaned = 0; /* blocks of V so far, and of them the cleaner's */
+    for (unsigned tiles = 0;; tiles++) {
+        const int place = stage_of<2>(tiles);
+        barrier_wait(shared_address(&c.queries_full[place]), parity_of<2>(tiles));
+        const tile &t = c.tiles[place];
+        if (t.blocks == 0) break;
+        int broken = INT_MAX, block = t.blocks - 1;
+#pragma unroll 1
+        for (; block >= 0 && needs_cleaner<C>(t, block); block--, n++, cleaned++) {
+            const int v = stage_of<C::VALUE_STAGES>(n);
+            barrier_wait(shared_address(&c.landed[stage_of<2>(cleaned)]), parity_of<2>(cleaned));
+            broken = min(broken, clean_block<C>(t, block, at.values + v * C::BLOCK));
+            __syncwarp(); /* every lane has written its zeros | lane 0 says so */
+            if (threadIdx.x % 32 == 0) {
+                c.broken[place] = broken;
+                barrier_arrive(shared_address(&c.values_full[v]));
+            }
+        }
+        n += block + 1;
+        barrier_arrive(shared_address(&c.queries_empty[place]));
     }
 }
 

@@ -45,11 +45,12 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 };
 
 /* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
- * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 72, one with
+ * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, one with
  * 168. */
 template <class F> constexpr int registers() {
     if (F::VECTORS > 7) return 168;
-    if (F::VECTORS > 4 || F::SLICES < 8) return 72;
+    if (F::VECTORS > 4) return 80;
+    if (F::SLICES < 8) return 72;
     return F::VECTORS > 2 ? 64 : 56;
 }
 
@@ -209,12 +210,11 @@ template <class F> __device__ __forceinline__ float fold(const float sums[F::PAI
     return sum_of_four + __shfl_xor_sync(0xffffffffu, sum_of_four, 18);
 }
 
-/* Gives a stage back for a warp, once all its lanes have the weights in registers. An arrive alone
- * may overtake reads of shared memory, so it is made to depend on them: seen has bits of everything
- * that was read, and one more that is always set. */
+/* Gives a stage back for this thread, once it has the weights in registers. An arrive alone may
+ * overtake reads of shared memory, so it is made to depend on them: seen has bits of everything that
+ * was read, and one more that is always set. */
 __device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
-    if (__all_sync(0xffffffffu, seen != 0) && threadIdx.x % 32 == 0)
-        barrier_arrive(shared_address(empty));
+    if (seen != 0) barrier_arrive(shared_address(empty));
 }
 
 /* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up
@@ -343,7 +343,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, co
  *           memory does on an H200.
  * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the
  *           parts, over the slices. The norm's factor is applied to the finished sums.
- * Barriers  full[s]: a stage has landed | it is read. empty[s]: all warps have read it | it is
+ * Barriers  full[s]: a stage has landed | it is read. empty[s]: all threads have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
  *           squares[] are written | read by other threads.
  * Order     weights, and the norm's, are asked for before the wait, everything else after it.
@@ -362,7 +362,7 @@ __global__ void __maxnreg__(registers<F>()) decode_kernel(const __grid_constant_
     if (threadIdx.x == 0) {
         for (int s = 0; s < p.stages; s++) {
             barrier_init(shared_address(&full[s]), 1);
-            barrier_init(shared_address(&empty[s]), WARPS);
+            barrier_init(shared_address(&empty[s]), CONSUMERS);
         }
         barriers_ready();
     }

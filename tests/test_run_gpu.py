@@ -1,6 +1,7 @@
 """./run on a GPU, with SmolLM2-135M-Instruct: against the CPU backend, transformers, and a plain
 computation with the same roundings. Skipped where there is no GPU."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -64,25 +65,51 @@ def test_bf16_answers_differ_by_roundings_alone(tmp_path):
     assert differing <= total // 50
 
 
+@functools.cache
+def exact(dtype):
+    """Ids [T], and their logits [T, V] in float64."""
+    ids = np.load(GOLDEN / "smollm2.npz")["ids"][:100]
+    return ids, reader.forward(reader.read(model(dtype)), ids)
+
+
+@functools.cache
+def plain_errors():
+    """How far float64 with the backend's roundings is from float64 without: the largest error of
+    each row [draws, T], and the mean of all. Draws differ by 2^-22 of each number before it is
+    rounded, which is what the order of f32 sums may change. Some rows turn on that: of 400 draws
+    row 17 errs by 0.2 to 1.8."""
+    ids, right = exact("bf16")
+    file, largest, mean = reader.read(model("bf16")), [], []
+    for draw in range(16):
+        noise = np.random.default_rng(draw)
+
+        def stored(x, noise=noise):
+            return reader.to_bf16(x * (1 + 2**-22 * noise.standard_normal(x.shape)))
+
+        error = np.abs(reader.forward(file, ids, stored) - right)
+        largest.append(error.max(axis=1))
+        mean.append(error.mean())
+    return np.array(largest), np.mean(mean)
+
+
 @pytest.mark.parametrize("chunk", [1, 16, 1024])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_logits_err_as_a_plain_computation(dtype, chunk, tmp_path):
-    """At most twice as far from float64 as float64 with the backend's roundings; f32: 1e-3."""
-    ids = np.load(GOLDEN / "smollm2.npz")["ids"][:100]
-    file = reader.read(model(dtype))
-    exact = reader.forward(file, ids)
-    ours = logits(model(dtype), ids, VOCAB, tmp_path, "--chunk", chunk, *GPU)
-    error = np.abs(ours - exact)
+    """Each row at most twice as far from float64 as plain computations, and all together; f32:
+    1e-3."""
+    ids, right = exact(dtype)
+    error = np.abs(logits(model(dtype), ids, VOCAB, tmp_path, "--chunk", chunk, *GPU) - right)
     if dtype == "f32":
         print(f"f32, chunks of {chunk}: {error.max():.3g}")
         assert error.max() <= 1e-3
         return
-    plain = np.abs(reader.forward(file, ids, stored=reader.to_bf16) - exact)
+    largest, mean = plain_errors()
+    ratio = error.max(axis=1) / largest.max(axis=0)
     print(
-        f"bf16, chunks of {chunk}: largest {error.max():.3g}, plain {plain.max():.3g}; "
-        f"mean {error.mean():.3g}, plain {plain.mean():.3g}"
+        f"bf16, chunks of {chunk}: rows {ratio.mean():.2f} times the largest of plain draws, "
+        f"row {ratio.argmax()} {ratio.max():.2f} times; mean {error.mean():.3g}, plain {mean:.3g}"
     )
-    assert error.max() <= 2 * plain.max() and error.mean() <= 2 * plain.mean()
+    assert (ratio <= 2).all() and error.mean() <= 2 * mean
 
 
 def test_chunks_give_the_same_text():
