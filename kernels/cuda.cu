@@ -4,7 +4,7 @@
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
  *   up to 64 rows   Hopper, bf16: cuda_matmul_few.cu (wgmma), with the same in the products; also
  *                   1 row of models that are wider than cuda_decode.cu takes
- *   more            Hopper, bf16: cuda_matmul_hopper.cu (wgmma)
+ *   more            Hopper, bf16: cuda_matmul_hopper.cu (wgmma), with the same in the products
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
  *   more            elsewhere: cuda_matmul.cu (bf16), cuda_matmul_f32.cu
  *
@@ -32,10 +32,15 @@ static bool has_wgmma(const struct engine *e) {
 }
 
 /* Whether whoever writes x prepares the norm of the product after it, since all products of the
- * step are cuda_matmul_few.cu's, which takes every width of a model. A norm's kernel would cost
- * their stream of weights 3 us. */
+ * step are cuda_matmul_hopper's, which takes every width of a model. A norm's kernel would cost
+ * a stream of weights 3 us, and a prompt 2 % for x once more through memory. */
 static bool prepares(const struct engine *e, int T) {
-    return has_wgmma(e) && T <= CUDA_FEW_ROWS && !streams(e, T);
+    return has_wgmma(e) && !streams(e, T);
+}
+
+/* From one part of the sums of squares to the next, in a step of T rows. */
+static int squares_stride(int T) {
+    return T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
 }
 
 static void multiply(const struct engine *e, const struct product *p) {
@@ -66,6 +71,7 @@ static struct product product_of_norm(struct engine *e, const float *gamma, int 
         p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
         p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
         p.parts = b->normed.parts;
+        p.squares_stride = b->normed.stride;
         p.eps = e->config->norm_eps;
     } else {
         b->normed.gamma = NULL; /* of REGION_PANELS */
@@ -98,6 +104,7 @@ static void cuda_embed(struct engine *e, struct rows rows) {
     struct cuda_backend *b = backend_of(e);
     b->normed.gamma = prepares(e, rows.count) ? e->layer[0].norm_attention : NULL;
     b->normed.parts = 1;
+    b->normed.stride = squares_stride(rows.count);
     cuda_embed_rows(e, rows, b->normed.gamma);
 }
 
@@ -188,8 +195,10 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
         p.gamma = norm_after(e, layer, which);
         p.next = engine_region(e, REGION_PANELS);
         p.next_squares = (float *)engine_region(e, REGION_SQUARES);
+        p.squares_stride = squares_stride(rows.count);
         b->normed.gamma = p.gamma;
-        b->normed.parts = cuda_matmul_few_parts(b, p.N);
+        b->normed.parts = cuda_matmul_hopper_parts(b, &p);
+        b->normed.stride = p.squares_stride;
     }
     multiply(e, &p);
 }

@@ -27,7 +27,7 @@ struct cuda_backend {
      * NULL: nothing. */
     struct {
         const float *gamma;
-        int parts;
+        int parts, stride; /* from one part to the next */
     } normed;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
@@ -132,7 +132,7 @@ enum epilogue {
     EPILOGUE_STORE,    /* y[T, N] = s */
     EPILOGUE_ADD,      /* y[T, N] += s */
     EPILOGUE_ACTIVATE, /* h[T, N/2] = silu(s of row n) s of row N/2 + n: gate and up, F = N/2 */
-    EPILOGUE_QKV       /* q, and k and v into the cache, of heads; cuda_matmul_few.cu alone */
+    EPILOGUE_QKV       /* q, and k and v into the cache, of heads; cuda_matmul_hopper alone */
 };
 
 /* Where q, k and v of a layer go, and how they turn (RoPE, arXiv 2104.09864). */
@@ -155,16 +155,17 @@ struct product {
     float *y;           /* f32 [T, y_stride] */
     int y_stride;
     void *h; /* m [T, N/2] */
-    /* cuda_matmul_few.cu alone. A norm before it: scale[t] = 1 / sqrt(sum of its squares / K +
-     * eps), squares f32 [parts, CUDA_FEW_ROWS]; NULL: scale says it. */
+    /* cuda_matmul_hopper alone. A norm before it: scale[t] = 1 / sqrt(sum of its squares / K +
+     * eps), squares f32 [parts, squares_stride]; NULL: scale says it. */
     const float *squares;
     int parts;
     float eps;
-    /* A norm after it, with ADD: next m [T, N] = y gamma, rounded, and each block's part of the
-     * sums of squares of y; NULL: none. */
+    /* A norm after it, with ADD: next m [T, N] = y gamma, rounded, and the sums of squares of y in
+     * parts, f32 [cuda_matmul_hopper_parts(), squares_stride]; NULL: none. */
     const float *gamma;
     void *next;
     float *next_squares;
+    int squares_stride; /* of both */
     struct heads heads; /* with QKV; N = (H + 2G) D */
 };
 
@@ -175,8 +176,8 @@ void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 /* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to CUDA_FEW_ROWS rows. */
 bool cuda_matmul_hopper_takes(const struct product *p);
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
-/* Parts of a row's sum of squares that ADD leaves there, up to CUDA_FEW_ROWS rows. */
-int cuda_matmul_few_parts(const struct cuda_backend *b, int N);
+/* Parts of a row's sum of squares that this ADD leaves in next_squares. */
+int cuda_matmul_hopper_parts(const struct cuda_backend *b, const struct product *p);
 
 /* Up to CUDA_MATVEC_ROWS rows, on any device (cuda_matvec.cu). */
 void cuda_matvec(struct cuda_backend *b, const struct product *p);
@@ -196,8 +197,8 @@ void cuda_decode_classify(struct engine *e);
  * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. */
 void cuda_norm(struct engine *e, const float *gamma, int first, int count);
 
-/* x = embeddings, and REGION_ROPE. gamma: also x gamma and one part of the sums of squares, for up
- * to CUDA_FEW_ROWS rows (struct product says how); NULL: not. */
+/* x = embeddings, and REGION_ROPE. gamma: also x gamma and one part of the sums of squares (struct
+ * product says how); NULL: not. */
 void cuda_embed_rows(struct engine *e, struct rows rows, const float *gamma);
 
 /* Of a layer and the rows that are set. */

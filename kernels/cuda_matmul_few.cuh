@@ -48,7 +48,7 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
             for (int i = 0; i < BATCH; i++) {
                 const int index = first + i * LANES;
                 part[i] = valid && index < p.parts
-                              ? __ldcg(p.squares + (size_t)index * CUDA_FEW_ROWS + row)
+                              ? __ldcg(p.squares + (size_t)index * p.squares_stride + row)
                               : 0.0f;
             }
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void leave_squares(const product &p, float (&squares)
     if (thread >= p.T) return;
     float sum = 0;
     for (const float(&of_warp)[ROWS] : facts.squares) sum += of_warp[thread];
-    p.next_squares[(size_t)blockIdx.x * CUDA_FEW_ROWS + thread] = sum;
+    p.next_squares[(size_t)blockIdx.x * p.squares_stride + thread] = sum;
 }
 
 #endif

@@ -2,74 +2,11 @@
  *
  * TFLOP/s on an H200, for the widths of the 8B model at 512, 2048 and 8192 rows: qkv 691, 648, 667;
  * out 557, 612, 632; gate and up 678, 744, 694; down 618, 680, 653. */
-#include "kernels/cuda_matmul_hopper.h"
-#include "kernels/cuda_wgmma.cuh"
+#include "kernels/cuda_matmul_hopper.cuh"
 
 #include <algorithm>
 
 namespace {
-
-enum {
-    CONSUMERS = 256, /* two warpgroups */
-    THREADS = CONSUMERS + 128,
-    PRODUCER_REGISTERS = 40, /* 24 spill */
-    CONSUMER_REGISTERS = 232,
-    SHARED_BYTES = 227 << 10,
-    BARRIER_BYTES = 256,
-    MOST_STAGES = 16,
-    CLUSTER = 2,
-    BOTH = 3, /* blocks of a cluster, a bit each */
-    /* Rows of tiles that meet one column of tiles before the next one: 132 tiles that run together
-     * then read about as many rows as rows of W, and L2 has both. */
-    GROUP_ROWS = 16
-};
-
-/* A tile, and how blocks and warpgroups share. Each block of a cluster fetches half of what the two
- * have in common and sends it to both: W where their tiles lie one below the other, the rows where
- * side by side. */
-template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
-    static constexpr int TILE_T = T, TILE_N = N;        /* rows; rows of W */
-    static constexpr int BELOW_T = BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
-    static constexpr int BESIDE_N = BELOW ? 1 : CLUSTER;
-    /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
-     * they take turns by whole tile: one writes while the other has the tensor cores. */
-    static constexpr bool TOGETHER = TOGETHER_;
-    static constexpr int BLOCKS_64 = T / 64 / (TOGETHER ? 2 : 1); /* of 64 rows, a warpgroup's */
-    static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
-    static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
-    static constexpr int FIT = (SHARED_BYTES - BARRIER_BYTES - PANEL_ALIGNMENT) / STAGE_BYTES;
-    static constexpr int STAGES = FIT < MOST_STAGES ? FIT : MOST_STAGES;
-    static constexpr int SHARED = STAGES * STAGE_BYTES + BARRIER_BYTES + PANEL_ALIGNMENT;
-    /* Warps that must have read a stage before it is filled again, of both blocks. */
-    static constexpr int READERS = CLUSTER * (TOGETHER ? 8 : 4);
-    static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
-    static_assert(STAGES >= 3 && 2 * 8 * STAGES <= BARRIER_BYTES, "the ring and its barriers fit");
-};
-
-/* The tiles of clusters, and how many clusters work through them. */
-struct schedule {
-    int steps;            /* of K, 64 each */
-    int tiles_t, tiles_n; /* of clusters */
-    int group;            /* rows of tiles */
-    int workers;          /* clusters */
-};
-
-/* Where a tile of this block starts. */
-struct tile {
-    int t, unit;
-};
-
-template <class S>
-__device__ __forceinline__ tile tile_at(const product &p, const schedule &schedule, int index,
-                                        int rank) {
-    const int of_group = schedule.group * schedule.tiles_n, group = index / of_group;
-    const int height = min(schedule.group, schedule.tiles_t - group * schedule.group);
-    const int rest = index - group * of_group, column = rest / height;
-    const int row = group * schedule.group + rest - column * height;
-    const int units = p.epilogue == EPILOGUE_ACTIVATE ? S::TILE_N / 2 : S::TILE_N;
-    return {(row * S::BELOW_T + rank % S::BELOW_T) * S::TILE_T,
-            (column * S::BESIDE_N + (S::BESIDE_N > 1 ? rank : 0)) * units};
-}
 
 /* The stages, and of each two mbarriers of 8 bytes. full: the bytes have landed | they are
  * multiplied; empty: all READERS have read them | this block or the other one overwrites them. */
@@ -83,19 +20,27 @@ constexpr int TURN = 1;
 
 /* ---- the producer ---- */
 
-/* A tile's rows of W in two halves: of the units, or with ACTIVATE the gate and the up rows of all.
- * Where the other block needs the same, it fetches one of them. */
+/* A tile's rows of W: its units, with ACTIVATE the gate rows and the up rows of all of them, with QKV
+ * its heads' pairs. Where the other block needs the same, it fetches one half. */
 template <class S>
 __device__ __forceinline__ void ask_for_weights(const CUtensorMap *map, const product &p,
                                                 const ring &ring, int stage, const tile &tile,
                                                 int k, int rank) {
     constexpr int HALF = S::TILE_N / 2;
     const bool activate = p.epilogue == EPILOGUE_ACTIVATE;
+    const bool qkv = S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV;
     const uint32_t full = ring.full + 8 * stage;
     const uint32_t to = ring.memory + stage * S::STAGE_BYTES + S::IN_BYTES;
     if (S::BELOW_T > 1) {
-        copy_box_to(to + rank * HALF * PANEL_ROW_BYTES, map, full, READ_NORMALLY, BOTH, k,
-                    tile.unit + (activate ? 0 : rank * HALF), activate ? rank : 0);
+        const uint32_t there = to + rank * HALF * PANEL_ROW_BYTES;
+        if (qkv)
+            copy_box_to(there, map, full, READ_NORMALLY, BOTH, k, 0, 0, tile.span / SPAN,
+                        tile.head + rank * (S::HEADS / 2));
+        else
+            copy_box_to(there, map, full, READ_NORMALLY, BOTH, k,
+                        tile.unit + (activate ? 0 : rank * HALF), activate ? rank : 0);
+    } else if (qkv) {
+        copy_box(to, map, full, READ_NORMALLY, k, 0, 0, tile.span / SPAN, tile.head);
     } else {
         copy_box(to, map, full, READ_NORMALLY, k, tile.unit, 0);
         copy_box(to + HALF * PANEL_ROW_BYTES, map, full, READ_NORMALLY, k,
@@ -124,6 +69,7 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
     int early = min(S::STAGES, schedule.steps); /* steps whose W has been asked for */
     const tile start = tile_at<S>(p, schedule, first, rank);
     prefetch_map(in);
+#pragma unroll 1
     for (int stage = 0; stage < early; stage++) {
         barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
         ask_for_weights<S>(W, p, ring, stage, start, stage * PANEL_DEPTH, rank);
@@ -132,6 +78,7 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
     int stage = 0, parity = 1;
     for (int index = first; index < tiles; index += schedule.workers) {
         const tile tile = tile_at<S>(p, schedule, index, rank);
+#pragma unroll 1
         for (int step = 0; step < schedule.steps; step++) {
             if (early > 0) {
                 early--;
@@ -142,93 +89,6 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
             }
             ask_for_rows<S>(in, ring, stage, tile, step * PANEL_DEPTH, rank);
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
-        }
-    }
-}
-
-/* ---- what follows a product ---- */
-
-/* Two neighbouring values, of which `left` exist; the others are 0. PAIRS: none or both exist, at a
- * multiple of 8 bytes. */
-template <bool PAIRS> __device__ __forceinline__ float2 load_two(const float *from, int left) {
-    if (PAIRS) return left > 0 ? __ldcg((const float2 *)from) : float2{0, 0};
-    return {left > 0 ? __ldcg(from) : 0, left > 1 ? __ldcg(from + 1) : 0};
-}
-template <bool PAIRS> __device__ __forceinline__ void store_two(float *to, int left, float2 value) {
-    if (PAIRS) {
-        if (left > 0) *(float2 *)to = value;
-    } else {
-        if (left > 0) to[0] = value.x;
-        if (left > 1) to[1] = value.y;
-    }
-}
-
-/* y (+)= scale sums, in rows t and t + 8: of each octet of columns two, from n on for the first. */
-template <class S, bool PAIRS>
-__device__ __forceinline__ void store_rows(const product &p, const float (&sums)[S::TILE_N / 2],
-                                           const float (&scale)[2], int t, int n) {
-    constexpr int OCTETS = S::TILE_N / 8;
-    constexpr int BATCH = 8; /* loads under way together: what registers hold */
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float *const y = p.y + (size_t)(t + 8 * half) * p.y_stride + n;
-        const int left = t + 8 * half < p.T ? p.N - n : 0;
-        const int to_add = p.epilogue == EPILOGUE_ADD ? left : 0;
-#pragma unroll
-        for (int first = 0; first < OCTETS; first += BATCH) {
-            float2 value[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (first + i < OCTETS)
-                    value[i] = load_two<PAIRS>(y + 8 * (first + i), to_add - 8 * (first + i));
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int octet = first + i;
-                if (octet >= OCTETS) break;
-                const float *sum = sums + 4 * octet + 2 * half;
-                store_two<PAIRS>(
-                    y + 8 * octet, left - 8 * octet,
-                    {value[i].x + scale[half] * sum[0], value[i].y + scale[half] * sum[1]});
-            }
-        }
-    }
-}
-
-/* h = silu(gate) up, of two columns. */
-__device__ __forceinline__ uint32_t activate_pair(const float *gate, const float *up, float scale) {
-    return pack_halves(silu(scale * gate[0]) * (scale * up[0]),
-                       silu(scale * gate[1]) * (scale * up[1]));
-}
-
-/* h in rows t and t + 8, columns from unit on: gate is the sums' first half, up the second. Lanes
- * pass each other pairs, so that each writes four columns, even lanes of an even octet and odd ones
- * of the next. */
-template <class S>
-__device__ __forceinline__ void activate_rows(const product &p, const float (&sums)[S::TILE_N / 2],
-                                              const float (&scale)[2], int t, int unit) {
-    constexpr int OCTETS = S::TILE_N / 16, UP = S::TILE_N / 4;
-    const int F = p.N / 2, quarter = (int)threadIdx.x % 4;
-    const bool odd = quarter % 2;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        bf16 *const h = (bf16 *)p.h + (size_t)(t + half * 8) * F + unit;
-        const bool inside = t + half * 8 < p.T;
-#pragma unroll
-        for (int octet = 0; octet + 1 < OCTETS; octet += 2) {
-            const float *gate = sums + 4 * octet + 2 * half;
-            const uint32_t here = activate_pair(gate, gate + UP, scale[half]);
-            const uint32_t next = activate_pair(gate + 4, gate + 4 + UP, scale[half]);
-            const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? here : next, 1);
-            const int column = (octet + odd) * 8 + 2 * (quarter - odd);
-            if (inside && unit + column < F)
-                *(uint2 *)(h + column) = odd ? uint2{other, next} : uint2{here, other};
-        }
-        if (OCTETS % 2) {
-            constexpr int LAST = OCTETS - 1;
-            const float *gate = sums + 4 * LAST + 2 * half;
-            const uint32_t pair = activate_pair(gate, gate + UP, scale[half]);
-            if (inside && unit + LAST * 8 + 2 * quarter < F)
-                *(uint32_t *)(h + LAST * 8 + 2 * quarter) = pair;
         }
     }
 }
@@ -299,23 +159,25 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
         if (!own) continue;
         const tile tile = tile_at<S>(p, schedule, index, rank);
         const int t = tile.t + first_row;
-        float scale[S::BLOCKS_64][2];
+        float factor[S::BLOCKS_64][2];
 #pragma unroll
-        for (int i = 0; i < 2 * S::BLOCKS_64; i++) {
-            const int row = t + i / 2 * 64 + i % 2 * 8;
-            scale[i / 2][i % 2] = p.scale && row < p.T ? __ldcg(p.scale + row) : 1.0f;
-        }
+        for (int i = 0; i < 2 * S::BLOCKS_64; i++)
+            factor[i / 2][i % 2] = factor_of(p, t + i / 2 * 64 + i % 2 * 8);
         if (!S::TOGETHER) named_barrier(TURN + group, CONSUMERS);
         multiply_tile<S>(sums, schedule, ring, in, W, passed - schedule.steps, rank, give_turn);
 #pragma unroll
         for (int block = 0; block < S::BLOCKS_64; block++) {
-            const int column = tile.unit + lane % 4 * 2;
-            if (p.epilogue == EPILOGUE_ACTIVATE)
-                activate_rows<S>(p, sums[block], scale[block], t + block * 64, tile.unit);
+            const int row = t + block * 64, column = tile.unit + lane % 4 * 2;
+            if (p.epilogue == EPILOGUE_ADD)
+                add_rows<S>(p, sums[block], factor[block], row, tile);
+            else if (p.epilogue == EPILOGUE_ACTIVATE)
+                activate_rows<S>(p, sums[block], factor[block], row, tile.unit);
+            else if (S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV)
+                heads_rows<S>(p, sums[block], factor[block], row, tile);
             else if (pairs)
-                store_rows<S, true>(p, sums[block], scale[block], t + block * 64, column);
+                store_rows<S, true>(p, sums[block], factor[block], row, column);
             else
-                store_rows<S, false>(p, sums[block], scale[block], t + block * 64, column);
+                store_rows<S, false>(p, sums[block], factor[block], row, column);
         }
     }
 }
@@ -369,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* ---- launching ---- */
 
 struct form {
-    int tile_t, tile_n, below, beside;
+    int tile_t, tile_n, below, beside, heads; /* heads 0: not for QKV */
     bool together;
     int shared;
     void (*kernel)(CUtensorMap, CUtensorMap, product, schedule);
@@ -377,7 +239,8 @@ struct form {
 
 template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form form_of() {
     using S = shape<T, N, BELOW, TOGETHER>;
-    return {T, N, S::BELOW_T, S::BESIDE_N, TOGETHER, S::SHARED, matmul_wgmma<S>};
+    return {T,        N,         S::BELOW_T,     S::BESIDE_N, S::WHOLE_HEADS ? S::HEADS : 0,
+            TOGETHER, S::SHARED, matmul_wgmma<S>};
 }
 
 constexpr form forms[] = {
@@ -406,7 +269,12 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
     schedule schedule = {};
     schedule.steps = divide_up(p->K, PANEL_DEPTH);
     schedule.tiles_t = divide_up(p->T, form.tile_t * form.below);
-    schedule.tiles_n = divide_up(units_of(*p), units * form.beside);
+    int columns = divide_up(units_of(*p), units);
+    if (p->epilogue == EPILOGUE_QKV) {
+        schedule.across = divide_up(p->heads.H + 2 * p->heads.G, form.heads);
+        columns = p->heads.half / SPAN * schedule.across;
+    }
+    schedule.tiles_n = divide_up(columns, form.beside);
     schedule.group = std::min(GROUP_ROWS / form.below, schedule.tiles_t);
     schedule.workers = std::min(b->multiprocessors / CLUSTER, schedule.tiles_t * schedule.tiles_n);
     return schedule;
@@ -427,25 +295,67 @@ double cost(const form &form, const schedule &schedule, int T) {
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {
-    const form *best = &forms[0];
+    const form *best = NULL;
     double least = 0;
     for (const form &form : forms) {
+        if (p->epilogue == EPILOGUE_QKV && !form.heads) continue;
         const double cycles = cost(form, schedule_for(b, p, form), p->T);
-        if (&form == forms || cycles < least) best = &form, least = cycles;
+        if (!best || cycles < least) best = &form, least = cycles;
     }
     return *best;
 }
 
+/* W as [K, SPAN, 2, D/2 / SPAN, heads], D/2 rows from one of a pair to the other. A box: 64 of K, and of
+ * so many heads the same pairs. */
+bool heads_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p, int box_heads) {
+    const uint64_t row = (uint64_t)p.K * 2; /* bytes */
+    struct tensor_view t = {};
+    t.start = p.W;
+    t.rank = 5;
+    t.size[0] = (uint64_t)p.K;
+    t.size[1] = SPAN;
+    t.size[2] = 2;
+    t.size[3] = (uint64_t)(p.heads.half / SPAN);
+    t.size[4] = (uint64_t)(p.heads.H + 2 * p.heads.G);
+    t.stride[1] = row;
+    t.stride[2] = (uint64_t)p.heads.half * row;
+    t.stride[3] = SPAN * row;
+    t.stride[4] = (uint64_t)p.heads.D * row;
+    t.box[0] = PANEL_DEPTH;
+    t.box[1] = SPAN;
+    t.box[2] = 2;
+    t.box[3] = 1;
+    t.box[4] = (uint32_t)box_heads;
+    return cuda_tensor_map(b, map, &t);
+}
+
 } // namespace
+
+/* Rows of an epilogue that the kernels here have no form for. */
+static bool fits(const struct product *p) {
+    const struct heads &h = p->heads;
+    const bool few = p->T <= CUDA_FEW_ROWS;
+    switch (p->epilogue) {
+    case EPILOGUE_STORE: return true;
+    case EPILOGUE_ADD:
+        return few || (p->N % 8 == 0 && p->y_stride % 2 == 0 && (uintptr_t)p->y % 8 == 0);
+    case EPILOGUE_ACTIVATE: return p->N % 16 == 0 && (uintptr_t)p->h % 8 == 0;
+    case EPILOGUE_QKV:
+        return few ? h.D % 16 == 0 && h.half % 8 == 0 : h.half % SPAN == 0 && h.D == 2 * h.half;
+    }
+    return false;
+}
 
 bool cuda_matmul_hopper_takes(const struct product *p) {
     const bool aligned = (uintptr_t)p->W % 16 == 0 && (uintptr_t)p->in % 16 == 0;
-    const bool activates =
-        p->epilogue != EPILOGUE_ACTIVATE || (p->N % 16 == 0 && (uintptr_t)p->h % 8 == 0);
-    const bool pairs = p->epilogue != EPILOGUE_QKV ||
-                       (p->T <= CUDA_FEW_ROWS && p->heads.D % 16 == 0 && p->heads.half % 8 == 0);
     return p->dtype == BF16 && p->T >= 1 && p->N >= 1 && p->K >= 8 && p->K % 8 == 0 && aligned &&
-           activates && pairs;
+           fits(p);
+}
+
+int cuda_matmul_hopper_parts(const struct cuda_backend *b, const struct product *p) {
+    if (p->T <= CUDA_FEW_ROWS) return cuda_matmul_few_parts(b, p->N);
+    const form &form = choose(b, p);
+    return schedule_for(b, p, form).tiles_n * form.beside;
 }
 
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
@@ -461,8 +371,9 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     const form &form = choose(b, p);
     const schedule schedule = schedule_for(b, p, form);
     CUtensorMap in, W;
-    if (cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside) &&
-        cuda_weight_map(b, &W, *p, form.tile_n / 2))
+    const bool mapped = p->epilogue == EPILOGUE_QKV ? heads_map(b, &W, *p, form.heads / form.below)
+                                                    : cuda_weight_map(b, &W, *p, form.tile_n / 2);
+    if (mapped && cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside))
         cuda_launch_clusters(b, "matmul_wgmma", form.kernel,
                              dim3((unsigned)(schedule.workers * CLUSTER)), CLUSTER, THREADS,
                              (size_t)form.shared, in, W, *p, schedule);

@@ -9,8 +9,9 @@ __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
 
-/* Up to CUDA_FEW_ROWS rows. */
+/* Up to CUDA_FEW_ROWS rows; and cuda_matmul_hopper_parts of them. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
+int cuda_matmul_few_parts(const struct cuda_backend *b, int N);
 
 /* W as [K, units, side]: side 1 of ACTIVATE are the up rows. A box: 64 of K, box_units units, one
  * side. */

@@ -211,6 +211,16 @@ __device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map,
                  "l"(map), "r"(barrier), "l"(policy), "h"(blocks), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+__device__ __forceinline__ void copy_box_to(uint32_t to, const CUtensorMap *map, uint32_t barrier,
+                                            uint64_t policy, uint16_t blocks, int x, int y, int z,
+                                            int w, int v) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8, %9}], [%2], %4, "
+                 "%3;" ::"r"(to),
+                 "l"(map), "r"(barrier), "l"(policy), "h"(blocks), "r"(x), "r"(y), "r"(z), "r"(w),
+                 "r"(v)
+                 : "memory");
+}
 
 /* ---- copies by tensor maps, out of shared memory ---- */
 

@@ -46,7 +46,8 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
         bytes[REGION_H] = m * rows * ffn;
         bytes[REGION_PANELS] = m * rows * width;
         bytes[REGION_SCALES] = 4 * rows;
-        bytes[REGION_SQUARES] = 4 * CUDA_SQUARES * CUDA_FEW_ROWS;
+        bytes[REGION_SQUARES] =
+            4 * max(CUDA_SQUARES * CUDA_FEW_ROWS, (width / CUDA_LEAST_TILE + 2) * rows);
         bytes[REGION_PARTS] = 4 * min(rows, CUDA_DECODE_ROWS) * CUDA_PARTS * heads * (head_dim + 2);
         bytes[REGION_COUNTERS] = 4 * CUDA_COUNTERS;
         bytes[REGION_DRAWS] = 4 * (CUDA_DRAW_WORDS + 2 * (uint64_t)c->vocab);

@@ -34,7 +34,7 @@ enum region {
     REGION_PANELS,   /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
                       times the widest of C, H D and F | m [T, C], rows times the norm's weights */
     REGION_SCALES,   /* none | f32 [T], the norm's factor of a row */
-    REGION_SQUARES,  /* none | f32 [CUDA_SQUARES, CUDA_FEW_ROWS], a row's sum of squares in parts */
+    REGION_SQUARES,  /* none | f32 [parts, T], a row's sum of squares in parts (kernels/config.h) */
     REGION_PARTS,    /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2] |
                       f32 [T up to CUDA_DECODE_ROWS, CUDA_PARTS, H, D + 2] floats, laid out as
                       each kernel likes: what attention found in parts of the cache */

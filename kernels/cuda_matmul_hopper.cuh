@@ -1,0 +1,294 @@
+/* What surrounds the products of many rows (cuda_matmul_hopper.cu): tiles and who has them, the factor
+ * that a norm before them left over, and what follows them: residual and the next norm's first half,
+ * activation, RoPE and the cache.
+ *
+ * A norm (RMSNorm, arXiv 1910.07467) has no kernel here, as with few rows: whoever writes x also writes
+ * x gamma, rounded, and of each of its tiles a part of the sum of x^2. */
+#ifndef KERNELS_CUDA_MATMUL_HOPPER_CUH
+#define KERNELS_CUDA_MATMUL_HOPPER_CUH
+
+#include "kernels/cuda_matmul_hopper.h"
+#include "kernels/cuda_wgmma.cuh"
+
+/* ---- tiles ---- */
+
+enum {
+    CONSUMERS = 256, /* two warpgroups */
+    THREADS = CONSUMERS + 128,
+    PRODUCER_REGISTERS = 40, /* 24 spill */
+    CONSUMER_REGISTERS = 232,
+    SHARED_BYTES = 227 << 10,
+    BARRIER_BYTES = 256,
+    MOST_STAGES = 16,
+    CLUSTER = 2,
+    BOTH = 3, /* blocks of a cluster, a bit each */
+    /* QKV: neighbouring dimensions of a head in a tile, and as many that turn with them. */
+    SPAN = 16,
+    /* Rows of tiles that meet one column of tiles before the next one: 132 tiles that run together
+     * then read about as many rows as rows of W, and L2 has both. */
+    GROUP_ROWS = 16
+};
+
+/* A tile, and how blocks and warpgroups share. Each block of a cluster fetches half of what the two
+ * have in common and sends it to both: W where their tiles lie one below the other, the rows where
+ * side by side. */
+template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
+    static constexpr int TILE_T = T, TILE_N = N;        /* rows; rows of W */
+    static constexpr int BELOW_T = BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
+    static constexpr int BESIDE_N = BELOW ? 1 : CLUSTER;
+    /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
+     * they take turns by whole tile: one writes while the other has the tensor cores. */
+    static constexpr bool TOGETHER = TOGETHER_;
+    static constexpr int BLOCKS_64 = T / 64 / (TOGETHER ? 2 : 1); /* of 64 rows, a warpgroup's */
+    static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
+    static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
+    static constexpr int FIT = (SHARED_BYTES - BARRIER_BYTES - PANEL_ALIGNMENT) / STAGE_BYTES;
+    static constexpr int STAGES = FIT < MOST_STAGES ? FIT : MOST_STAGES;
+    static constexpr int SHARED = STAGES * STAGE_BYTES + BARRIER_BYTES + PANEL_ALIGNMENT;
+    static constexpr int HEADS = N / (2 * SPAN);             /* QKV: that a tile has a part of */
+    static constexpr bool WHOLE_HEADS = N % (4 * SPAN) == 0; /* in each half of W's rows */
+    /* Warps that must have read a stage before it is filled again, of both blocks. */
+    static constexpr int READERS = CLUSTER * (TOGETHER ? 8 : 4);
+    static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
+    static_assert(STAGES >= 3 && 2 * 8 * STAGES <= BARRIER_BYTES, "the ring and its barriers fit");
+};
+
+/* The tiles of clusters, and how many clusters work through them. */
+struct schedule {
+    int steps;            /* of K, 64 each */
+    int tiles_t, tiles_n; /* of clusters */
+    int group;            /* rows of tiles */
+    int workers;          /* clusters */
+    int across;           /* QKV: tiles from the first head to the last */
+};
+
+/* A tile of this block: its first row, its column among all tiles, and the first unit. With QKV in
+ * place of the latter SPAN dimensions that begin at `span`, those that turn with them, and the first
+ * head: columns go through all heads, and then to the next dimensions. */
+struct tile {
+    int t, column, unit, span, head;
+};
+
+template <class S>
+__device__ __forceinline__ tile tile_at(const product &p, const schedule &schedule, int index,
+                                        int rank) {
+    const int of_group = schedule.group * schedule.tiles_n, group = index / of_group;
+    const int height = min(schedule.group, schedule.tiles_t - group * schedule.group);
+    const int rest = index - group * of_group, pair = rest / height;
+    const int row = group * schedule.group + rest - pair * height;
+    const int column = pair * S::BESIDE_N + (S::BESIDE_N > 1 ? rank : 0);
+    tile tile = {};
+    tile.t = (row * S::BELOW_T + rank % S::BELOW_T) * S::TILE_T;
+    tile.column = column;
+    tile.unit = column * (p.epilogue == EPILOGUE_ACTIVATE ? S::TILE_N / 2 : S::TILE_N);
+    if (S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV) {
+        tile.span = column / schedule.across * SPAN;
+        tile.head = column % schedule.across * S::HEADS;
+    }
+    return tile;
+}
+
+/* ---- before a product ---- */
+
+/* What a row's sums are to be multiplied by, in each of the four lanes that have the row. With a norm
+ * before the product they share its parts: each adds up every fourth one. */
+__device__ __forceinline__ float factor_of(const product &p, int row) {
+    if (!p.squares) return p.scale && row < p.T ? __ldcg(p.scale + row) : 1.0f;
+    float sum = 0;
+    if (row < p.T)
+#pragma unroll 4
+        for (int part = (int)threadIdx.x % 4; part < p.parts; part += 4)
+            sum += __ldcg(p.squares + (size_t)part * p.squares_stride + row);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    return rsqrtf(sum / (float)p.K + p.eps);
+}
+
+/* ---- what follows a product ----
+ *
+ * Of rows t and t + 8, called half 0 and 1, a thread has two neighbouring sums in each octet of the
+ * tile's columns (cuda_wgmma.cuh). Results go from registers to memory in whole sectors of 32 bytes. */
+
+/* bf16 of two octets: lanes pass each other pairs, so that each has four neighbouring columns, even
+ * lanes of the first octet and odd ones of the second. Where they begin, from the first octet on. */
+__device__ __forceinline__ uint2 four_of_pairs(uint32_t first, uint32_t second) {
+    const bool odd = threadIdx.x % 2;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+    return odd ? uint2{other, second} : uint2{first, other};
+}
+__device__ __forceinline__ int column_of_four() {
+    return (int)threadIdx.x % 2 * 8 + (int)threadIdx.x % 4 / 2 * 4;
+}
+
+/* STORE: y = factor sums, columns from n on. PAIRS: two neighbours exist or do not, at a multiple of 8
+ * bytes. */
+template <class S, bool PAIRS>
+__device__ __forceinline__ void store_rows(const product &p, const float (&sums)[S::TILE_N / 2],
+                                           const float (&factor)[2], int t, int n) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float *const y = p.y + (size_t)(t + 8 * half) * p.y_stride + n;
+        const int left = t + 8 * half < p.T ? p.N - n : 0;
+#pragma unroll
+        for (int octet = 0; octet < S::TILE_N / 8; octet++) {
+            const float *sum = sums + 4 * octet + 2 * half;
+            const float2 value = {factor[half] * sum[0], factor[half] * sum[1]};
+            float *const to = y + 8 * octet;
+            if (PAIRS) {
+                if (left > 8 * octet) *(float2 *)to = value;
+            } else {
+                if (left > 8 * octet) to[0] = value.x;
+                if (left > 8 * octet + 1) to[1] = value.y;
+            }
+        }
+    }
+}
+
+/* ADD: y += factor sums. Of the norm that follows, next = y gamma, and the sums of squares of the
+ * tile's columns. */
+template <class S>
+__device__ __forceinline__ void add_rows(const product &p, const float (&sums)[S::TILE_N / 2],
+                                         const float (&factor)[2], int t, const tile &tile) {
+    constexpr int OCTETS = S::TILE_N / 8;
+    /* Whose loads are under way together: what registers hold. */
+    constexpr int BATCH = S::BLOCKS_64 * S::TILE_N > 256 ? 4 : 16; /* octets */
+    const int n = tile.unit + (int)threadIdx.x % 4 * 2, four = tile.unit + column_of_four();
+    const float *const weights = p.gamma + n;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = t + 8 * half;
+        const int left = row < p.T ? p.N - n : 0, left_of_four = row < p.T ? p.N - four : 0;
+        float *const y = p.y + (size_t)row * p.y_stride + n;
+        bf16 *const next = (bf16 *)p.next + (size_t)row * p.N + four;
+        float squares = 0;
+#pragma unroll
+        for (int first = 0; first < OCTETS; first += BATCH) {
+            float2 value[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int at = 8 * (first + i);
+                const bool inside = first + i < OCTETS && at < left;
+                value[i] = inside ? __ldcg((const float2 *)(y + at)) : float2{0, 0};
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH && first + i < OCTETS; i++) {
+                const int at = 8 * (first + i);
+                const float *sum = sums + at / 2 + 2 * half;
+                value[i].x += factor[half] * sum[0];
+                value[i].y += factor[half] * sum[1];
+                if (at >= left) continue;
+                squares += value[i].x * value[i].x + value[i].y * value[i].y;
+                *(float2 *)(y + at) = value[i];
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH && first + i < OCTETS; i += 2) {
+                const int at = 8 * (first + i);
+                uint32_t pair[2];
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    const float2 gamma = p.gamma && at + 8 * k < left
+                                             ? __ldg((const float2 *)(weights + at + 8 * k))
+                                             : float2{0, 0};
+                    pair[k] = pack_halves(value[i + k].x * gamma.x, value[i + k].y * gamma.y);
+                }
+                const uint2 values = four_of_pairs(pair[0], pair[1]);
+                if (p.gamma && at < left_of_four) *(uint2 *)(next + at) = values;
+            }
+        }
+        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+        if (p.gamma && row < p.T && threadIdx.x % 4 == 0)
+            p.next_squares[(size_t)tile.column * p.squares_stride + row] = squares;
+    }
+}
+
+/* h = silu(gate) up, of two columns. */
+__device__ __forceinline__ uint32_t activate_pair(const float *gate, const float *up,
+                                                  float factor) {
+    return pack_halves(silu(factor * gate[0]) * (factor * up[0]),
+                       silu(factor * gate[1]) * (factor * up[1]));
+}
+
+/* ACTIVATE: h, columns from `unit` on: gate is the sums' first half, up the second. */
+template <class S>
+__device__ __forceinline__ void activate_rows(const product &p, const float (&sums)[S::TILE_N / 2],
+                                              const float (&factor)[2], int t, int unit) {
+    constexpr int OCTETS = S::TILE_N / 16, UP = S::TILE_N / 4;
+    const int F = p.N / 2, four = unit + column_of_four();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        bf16 *const h = (bf16 *)p.h + (size_t)(t + half * 8) * F;
+        const int columns = t + half * 8 < p.T ? F : 0;
+#pragma unroll
+        for (int octet = 0; octet + 1 < OCTETS; octet += 2) {
+            const float *gate = sums + 4 * octet + 2 * half;
+            const uint2 values =
+                four_of_pairs(activate_pair(gate, gate + UP, factor[half]),
+                              activate_pair(gate + 4, gate + 4 + UP, factor[half]));
+            const int column = four + octet * 8;
+            if (column < columns) *(uint2 *)(h + column) = values;
+        }
+        if (OCTETS % 2) {
+            constexpr int LAST = OCTETS - 1;
+            const float *gate = sums + 4 * LAST + 2 * half;
+            const uint32_t pair = activate_pair(gate, gate + UP, factor[half]);
+            const int column = unit + LAST * 8 + (int)threadIdx.x % 4 * 2;
+            if (column < columns) *(uint32_t *)(h + column) = pair;
+        }
+    }
+}
+
+/* QKV: where SPAN pairs of dimensions of HEADS heads lie: of each head 2 octets, and then the 2 that
+ * turn with them. */
+template <class S>
+__device__ __forceinline__ void heads_rows(const product &p, const float (&sums)[S::TILE_N / 2],
+                                           const float (&factor)[2], int t, const tile &tile) {
+    const heads &h = p.heads;
+    const int four = tile.span + column_of_four();
+    if (tile.span >= h.half) return; /* the last of an odd number of columns */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = t + 8 * half;
+        const bool inside = row < p.T;
+        float2 cosines[2] = {}, sines[2] = {};
+        size_t place = 0;
+        if (inside) {
+            const float *turn = h.rope + (size_t)row * 2 * h.half + tile.span + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int octet = 0; octet < 2 && h.rope; octet++) {
+                cosines[octet] = __ldcg((const float2 *)(turn + 8 * octet));
+                sines[octet] = __ldcg((const float2 *)(turn + h.half + 8 * octet));
+            }
+            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.S;
+            place = (slot + (size_t)__ldcg(h.positions + row)) * h.D;
+        }
+#pragma unroll
+        for (int i = 0; i < S::HEADS; i++) {
+            const int head = tile.head + i;
+            if (head >= h.H + 2 * h.G) break;
+            const bool query = head < h.H, value = head >= h.H + h.G;
+            const int g = head - h.H - (value ? h.G : 0); /* of what is no query */
+            uint32_t low[2], high[2];
+#pragma unroll
+            for (int octet = 0; octet < 2; octet++) {
+                const float *sum = sums + 16 * i + 4 * octet + 2 * half;
+                float2 a = {factor[half] * sum[0], factor[half] * sum[1]};
+                float2 b = {factor[half] * sum[8], factor[half] * sum[9]};
+                if (h.rope && !value) {
+                    const float2 c = cosines[octet], s = sines[octet], x = a;
+                    a = {x.x * c.x - b.x * s.x, x.y * c.y - b.y * s.y};
+                    b = {b.x * c.x + x.x * s.x, b.y * c.y + x.y * s.y};
+                }
+                low[octet] = pack_halves(a.x, a.y), high[octet] = pack_halves(b.x, b.y);
+            }
+            bf16 *const to =
+                query ? (bf16 *)h.q + ((size_t)row * h.H + head) * h.D
+                      : (bf16 *)(value ? h.values : h.keys) + (size_t)g * h.S * h.D + place;
+            const uint2 lows = four_of_pairs(low[0], low[1]);
+            const uint2 highs = four_of_pairs(high[0], high[1]);
+            if (inside) *(uint2 *)(to + four) = lows, *(uint2 *)(to + four + h.half) = highs;
+        }
+    }
+}
+
+#endif
