@@ -187,11 +187,11 @@ static double flops_of(const struct config *c, enum operator o, int T, int conte
     return 2 * weights_of(c, o) * T;
 }
 
-/* The same of a whole step, of which `classified` rows get logits. */
+/* Adds the same of a whole step, of which `classified` rows get logits. */
 static void step_work(const struct config *c, int T, int classified, int context,
                       struct result *result) {
-    result->bytes = bytes_of(c, CLASSIFY, classified, 0);
-    result->flops = flops_of(c, CLASSIFY, classified, 0);
+    if (classified > 0) result->bytes += bytes_of(c, CLASSIFY, classified, 0);
+    result->flops += flops_of(c, CLASSIFY, classified, 0);
     for (int o = QKV; o <= DOWN; o++) {
         result->bytes += c->layers * bytes_of(c, (enum operator)o, T, context);
         result->flops += c->layers * flops_of(c, (enum operator)o, T, context);
@@ -296,15 +296,39 @@ static void bench_steps(struct bench *b) {
 
 /* ---- prefill ---- */
 
+/* A prompt of T tokens goes in steps of up to CHUNK rows. */
+static int rows_at(int T, int at) {
+    return T - at < CHUNK ? T - at : CHUNK;
+}
+
+/* Its last row alone is classified. */
+static void read_prompt(struct bench *b, int T) {
+    struct engine *e = &b->engine;
+    for (int at = 0; at < T; at += CHUNK) {
+        e->ops->set_rows(e, b->tokens, rows_at(T, at), 0, at);
+        e->ops->step(e, (struct rows){rows_at(T, at), at + CHUNK >= T}, forward, NULL);
+    }
+}
+
 static void bench_prefill(struct bench *b) {
-    static const int lengths[] = {512, 2048, CHUNK};
+    static const int lengths[] = {512, 2048, CHUNK, 4 * CHUNK};
     for (int i = 0; i < (int)(sizeof lengths / sizeof *lengths); i++) {
-        const int T = lengths[i];
+        const int T = lengths[i], repeats = T < CHUNK ? 4 : 1;
+        double taken[ROUNDS];
         struct result r = {.model = b->model, .tokens = T, .roof = b->roof};
-        b->engine.ops->set_rows(&b->engine, b->tokens, T, 0, 0);
-        r.seconds = seconds_of_step(&b->engine, (struct rows){T, 1}, T < CHUNK ? 4 : 1, forward);
-        snprintf(r.test, sizeof r.test, "prompt of %d at once", T);
-        step_work(&b->config, T, 1, 0, &r);
+        read_prompt(b, T); /* warm */
+        for (int round = 0; round < ROUNDS; round++) {
+            finish(&b->engine);
+            const double start = seconds();
+            for (int repeat = 0; repeat < repeats; repeat++) read_prompt(b, T);
+            finish(&b->engine);
+            taken[round] = (seconds() - start) / repeats;
+        }
+        r.seconds = median(taken);
+        snprintf(r.test, sizeof r.test, "prompt of %d", T);
+        if (T > CHUNK) snprintf(r.note, sizeof r.note, "in steps of %d", CHUNK);
+        for (int at = 0; at < T; at += CHUNK)
+            step_work(&b->config, rows_at(T, at), at + CHUNK >= T, at, &r);
         keep(r);
     }
 }
