@@ -50,7 +50,7 @@ HOPPER_ARCHS  := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,
 WGMMA_SOURCE  := kernels/cuda_matmul_hopper.cu kernels/cuda_matmul_few.cu kernels/cuda_attention_hopper.cu
 WGMMA_ARCHS   := -gencode arch=compute_90a,code=sm_90a
 NVCCFLAGS     ?= -O3
-CUDA_FLAGS    := -std=c++17 $(NVCCFLAGS) -lineinfo -DWITH_CUDA -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fPIE
+CUDA_FLAGS    := -std=c++17 $(NVCCFLAGS) -lineinfo -DWITH_CUDA -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fPIC
 CUDA_LIBS     := $(if $(NVCC),-L$(dir $(NVCC))../lib64 -lcudart_static -ldl -lrt)
 
 ifeq ($(MAKELEVEL)$(filter help clean deps demo test test-gpu bench-gpu lint,$(MAKECMDGOALS)),0)
@@ -153,6 +153,9 @@ demo: deps
 C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(filter-out tests/test_gpu.c,$(wildcard tests/test_*.c)))
 PROGRAMS := $(B)/tests/tokenize $(B)/tests/bench_kernels
 GPU_PROGRAMS := $(if $(NVCC),$(B)/tests/test_gpu $(B)/tests/bench_gpu)
+# Our products and prefill attention, and cuBLAS, as Python can call them.
+PEERS        := $(if $(NVCC),$(if $(wildcard $(dir $(NVCC))../include/cublasLt.h /usr/include/cublasLt.h),$(B)/tests/peers.so))
+PEER_KERNELS := matmul_hopper matmul_few attention_hopper attention_decode tensor_map
 
 $(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
 	@echo '$(CXX) -o $@'
@@ -161,6 +164,11 @@ $(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
 $(GPU_PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(ENGINE)
 	@echo '$(CXX) -o $@'
 	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ -lxxhash -lm $(CUDA_LIBS)
+
+# Its CUDA runtime is its own, whatever PyTorch has loaded.
+$(B)/tests/peers.so: $(B)/tests/peers.o $(PEER_KERNELS:%=$(B)/kernels/cuda_%.o)
+	@echo '$(CXX) -o $@'
+	@$(CXX) -pthread -shared -Wl,-Bsymbolic,-z,defs,--exclude-libs,ALL -o $@ $^ $(CUDA_LIBS)
 
 test: deps
 	@$(MAKE) --no-print-directory run-tests
@@ -186,13 +194,13 @@ bench: deps
 	./run weights/SmolLM2-135M-Instruct-f32.bin --bench
 
 # The libraries on the same work follow where a PyTorch is installed.
-bench-gpu: $(GPU_PROGRAMS)
+bench-gpu: $(GPU_PROGRAMS) $(PEERS)
 	$(if $(NVCC),$(B)/tests/bench_gpu $(CASES),@echo 'skipped: no nvcc, so no CUDA kernels to time')
-	@if python3 -c 'import torch' 2>/dev/null; then python3 tests/bench_peers.py; else echo 'no PyTorch: nothing to compare with'; fi
+	@if python3 -c 'import torch' 2>/dev/null; then ROOFLINE_BUILD=$(abspath $(B)) python3 tests/bench_peers.py; else echo 'no PyTorch: nothing to compare with'; fi
 
 # ---- reading ----
 C_FILES  := $(SOURCES) run.c $(wildcard tests/*.c)
-FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h kernels/*.cu kernels/*.cuh tokenizer/*.h cli/*.h tests/*.h)
+FORMATTED := $(C_FILES) $(wildcard tokenizer/*.cc model/*.h kernels/*.h kernels/*.cu kernels/*.cuh tokenizer/*.h cli/*.h tests/*.h tests/*.cu)
 CHECKS   := -std=c11 -I. -DWITH_CUDA -DVERSION='""' -DCOMMIT='""' -march=$(ARCH)
 
 lint: deps
