@@ -1,13 +1,47 @@
-"""The libraries on the work of tests/bench_gpu.c, in the same minute: cuBLAS for the products,
-cuDNN and FlashAttention for attention, and whole prompts with compiled layers around both; all
-through PyTorch, bf16, random data. Each line is a CUDA graph of launches over rotated operands, as
-bench_gpu has it. `python tests/bench_peers.py [8b 1b] [--operators] [--prompts]`"""
+"""Ours beside the libraries, on the same work and in one run:
 
-import statistics
+    python tests/bench_peers.py [8b 1b 3b] [--products] [--attention] [--prompts]
+
+Products against cuBLAS (the fastest way that its heuristic offers) and attention against cuDNN and
+FlashAttention run in one process, both sides as CUDA graphs. A card's clock follows the power it
+draws, so it depends on what ran before: the sides take turns, in another order each round, and
+each timed burst follows an untimed one of the same kind. Whole prompts against compiled layers of
+PyTorch take turns by process: theirs, ours (tests/bench_gpu), theirs again.
+
+A ratio is their time over ours: above 1 ours is faster. A product of one row is here that of
+cuda_matmul_few.cu; the engine's own form for it (cuda_decode.cu) is in bench_gpu's tables. bf16,
+random data; without names 8b and 1b, without flags all of it."""
+
+import ctypes
+import datetime
+import math
+import os
+import re
+import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from contest import (
+    Contestant,
+    Outcome,
+    captured,
+    contest,
+    heading,
+    launches_for,
+    note,
+    race,
+    relative_error,
+    row,
+    summary,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = Path(os.environ.get("ROOFLINE_BUILD", ROOT / "build"))
 
 # C, L, H, G, D, F, V
 SHAPES = {
@@ -15,63 +49,288 @@ SHAPES = {
     "3b": (3072, 28, 24, 8, 128, 8192, 128256),
     "8b": (4096, 32, 32, 8, 128, 14336, 128256),
 }
-LAUNCHES, ROUNDS, L2_BYTES = 24, 7, 60 << 20
+PRODUCT_ROWS = (1, 16, 32, 64, 128, 256, 512, 777, 1024, 2048, 2049, 4096, 8192)
+HEAD_ROWS = 512  # the most rows that are classified
+# H, G, D, T, S: T queries at the end of S positions
+ATTENTION = (
+    *((32, 8, D, T, T) for D in (128, 64) for T in (512, 1024, 2048, 4096, 8192, 16384, 32768)),
+    *((32, 8, D, 2048, 32768) for D in (128, 64)),
+    *((16, 8, D, T, T) for D in (96, 256) for T in (2048, 8192)),
+)
+PROMPTS = (512, 2048, 8192, 32768)
+
+PROMPT_ROUNDS = 5
+ROTATED_BYTES = 4 * (60 << 20)  # of weights or cache in turn, so that L2 has none of it
+COUNTERS = 4096  # kernels/config.h
 
 
-def microseconds(work, copies: int, launches: int = LAUNCHES) -> float:
-    """Median time of work(i), i rotating over the copies of its operands."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(copies):
-            work(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(launches):
-            work(i % copies)
-    times = []
-    for _ in range(ROUNDS + 1):  # the first one warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times[1:])
-
-
-def random(*shape) -> torch.Tensor:
+def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def product(rows: int, outputs: int, inputs: int) -> float:
-    copies = max(1, min(LAUNCHES, 4 * L2_BYTES // (2 * outputs * inputs) + 1))
-    weights = [random(outputs, inputs) for _ in range(copies)]
-    x = random(rows, inputs)
-    y = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
-    return microseconds(lambda i: torch.mm(x, weights[i].t(), out=y), copies)
+# ---- tests/peers.cu ----
 
 
-def attention(
-    rows: int, cached: int, heads: int, kv_heads: int, size: int, backend
-) -> float | None:
-    """One sequence: `rows` queries at the end of `cached` positions."""
-    copies = max(1, min(LAUNCHES, 4 * L2_BYTES // (4 * cached * kv_heads * size) + 1))
-    q = random(1, heads, rows, size)
-    caches = [[random(1, kv_heads, cached, size) for _ in range(2)] for _ in range(copies)]
-    causal = rows > 1
+class Peers:
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(BUILD / "tests/peers.so"))
+        self.library.peers_error.restype = ctypes.c_char_p
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        for name, result, arguments in (
+            ("peers_open", number, []),
+            ("peers_product", number, [pointer] + [number] * 4 + [pointer] * 3),
+            (
+                "peers_attention",
+                number,
+                [pointer] + [number] * 5 + [ctypes.c_float] + [pointer] * 7,
+            ),
+            ("cublas_load", ctypes.c_int64, []),
+            ("cublas_open", number, [number] * 3),
+            ("cublas_product", number, [pointer, number] + [pointer] * 3),
+        ):
+            function = getattr(self.library, name)
+            function.restype, function.argtypes = result, arguments
+        self.call("peers_open")
+        self.cublas = 0  # its version
+        try:
+            self.cublas = self.call("cublas_load")
+        except RuntimeError as failure:
+            note(failure)
 
-    def work(i):
-        k, v = caches[i]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=True
-        )
+    def call(self, name: str, *arguments: int | float | torch.Tensor) -> int:
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        result = getattr(self.library, name)(*plain)
+        if result < 0:
+            raise RuntimeError(self.library.peers_error().decode(errors="replace"))
+        return result
 
-    try:
+    def launch(self, name: str, *arguments: int | float | torch.Tensor) -> None:
+        self.call(name, torch.cuda.current_stream().cuda_stream, *arguments)
+
+
+# ---- products ----
+
+EPILOGUES = {"store": 0, "add": 1, "activate": 2}  # kernels/cuda.h
+
+
+def our_result(epilogue: str, sums: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if epilogue == "store":
+        return sums
+    if epilogue == "add":
+        return before + sums
+    gate, up = sums.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def product(peers: Peers, epilogue: str, M: int, weights: torch.Tensor) -> Outcome:
+    copies, N, K = weights.shape
+    x = random(M, K)
+    y = torch.full((M, N), math.nan, device="cuda", dtype=torch.bfloat16)
+    if epilogue == "activate":
+        out = torch.full((M, N // 2), math.nan, device="cuda", dtype=torch.bfloat16)
+    else:
+        out = torch.full((M, N), math.nan, device="cuda")
+    if epilogue == "add":
+        out.normal_()
+    sums = x.float() @ weights[0].float().t()
+    want = our_result(epilogue, sums, out)
+
+    def ours(i: int) -> torch.Tensor:
+        W = weights[i % copies]
+        peers.launch("peers_product", EPILOGUES[epilogue], M, N, K, x, W, out)
+        return out
+
+    ways = peers.call("cublas_open", M, N, K) if peers.cublas else 0
+
+    def way(number: int) -> Contestant:
+        def launch(i: int) -> torch.Tensor:
+            peers.launch("cublas_product", number, x, weights[i % copies], y)
+            return y
+
+        return Contestant(f"way {number + 1} of {ways}", launch)
+
+    def their_error(result: torch.Tensor) -> float:
+        error = relative_error(result, sums)
+        result.fill_(math.nan)  # the next way must not pass with what this one wrote
+        return error
+
+    return contest(
+        f"M {M}, N {N}, K {K}",
+        [way(number) for number in range(ways)],
+        Contestant("ours", ours),
+        their_error,
+        lambda result: relative_error(result, want),
+        launches_for(2 * M * N * K, 2 * N * K),
+    )
+
+
+def products(peers: Peers, name: str) -> None:
+    C, _, H, G, D, F, V = SHAPES[name]
+    works = {
+        "qkv": ("store", (H + 2 * G) * D, C),
+        "out": ("add", C, H * D),
+        "gate_up": ("activate", 2 * F, C),
+        "down": ("add", C, F),
+        "head": ("store", V, C),
+    }
+    many, few = [], []
+    heading(
+        *("model", "product", "ours does", "N x K", "M", "cuBLAS us", "ours us", "ratio"),
+        *("cuBLAS TFLOP/s", "ours TFLOP/s", "cuBLAS's fastest"),
+    )
+    for work, (epilogue, N, K) in works.items():
+        weights = random(math.ceil(ROTATED_BYTES / (2 * N * K)), N, K).mul_(K**-0.5)
+        for M in PRODUCT_ROWS:
+            if work == "head" and M > HEAD_ROWS:
+                break
+            try:
+                outcome = product(peers, epilogue, M, weights)
+            except RuntimeError as failure:
+                note(f"{name} {work} M {M} left out: {failure}")
+                continue
+            cells = outcome.cells(2 * M * N * K)
+            row(name, work, epilogue, f"{N} x {K}", M, *cells, outcome.name)
+            if outcome.ratio and M >= 16:
+                (many if M >= 512 else few).append((outcome.ratio, f"{work}, M {M}"))
+        del weights
+        torch.cuda.empty_cache()
+    print()
+    summary(f"{name}, M >= 512", many)
+    summary(f"{name}, 16 <= M < 512", few)
+
+
+# ---- attention ----
+
+
+def in_layout(x: torch.Tensor, rows_first: bool) -> torch.Tensor:
+    """[.., heads, rows, D], of which heads or rows are the outer dimension in memory."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2) if rows_first else x.contiguous()
+
+
+def library_attention(
+    backend: SDPBackend, name: str, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
+) -> Contestant:
+    """q [1, H, T, D], keys and values [copies, G or H, S, D]."""
+    grouped = keys.shape[1] < q.shape[1]
+
+    def launch(i: int) -> torch.Tensor:
+        turn = i % len(keys)
+        k, v = keys[turn : turn + 1], values[turn : turn + 1]
         with sdpa_kernel(backend):
-            return microseconds(work, copies)
-    except RuntimeError:
-        return None  # the library has no kernel for it
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
+        return out[0].transpose(0, 1)
+
+    return Contestant(name, launch)
+
+
+def library_attentions(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> list[Contestant]:
+    """What takes the work: each library in each layout, with a K/V head for each query head in
+    memory where it does not know groups. q [1, H, T, D], keys and values [copies, G, S, D]."""
+    T, S, group = q.shape[2], keys.shape[2], q.shape[1] // keys.shape[1]
+    takers = []
+    for library, backend in (
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ("FlashAttention", SDPBackend.FLASH_ATTENTION),
+    ):
+        mask = None
+        if T < S and library == "cuDNN":  # its own causal mask is that of T = S
+            library = "cuDNN, mask in memory"
+            mask = torch.ones(T, S, device="cuda", dtype=torch.bool).tril(S - T)[None, None]
+        elif T < S:
+            mask = causal_lower_right(T, S)
+        for rows_first in (False, True):
+            name = f"{library}, {'rows' if rows_first else 'heads'} first"
+            for expanded in (False, True):
+                parts = [
+                    in_layout(x.repeat_interleave(group, 1) if expanded else x, rows_first)
+                    for x in (keys, values)
+                ]
+                taker = library_attention(
+                    backend,
+                    name + (", K/V repeated" if expanded else ""),
+                    in_layout(q, rows_first),
+                    *parts,
+                    mask,
+                )
+                try:
+                    taker.launch(0)
+                except (RuntimeError, TypeError) as refusal:
+                    note(f"{taker.name}, T {T} of {S}, D {q.shape[3]}: {refusal}")
+                    continue
+                takers.append(taker)
+                break
+    return takers
+
+
+def some_rows(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention in f32 for some of the rows of q [T, H, D]; keys, values [G, S, D]."""
+    (T, H, D), (G, S, _) = q.shape, keys.shape
+    queries = q[chosen].float().view(-1, G, H // G, D)
+    scores = torch.einsum("ngrd,gsd->ngrs", queries, keys.float()) * D**-0.5
+    hidden = torch.arange(S, device=q.device) > (chosen + S - T)[:, None]
+    weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(-1)
+    return torch.einsum("ngrs,gsd->ngrd", weights, values.float()).reshape(-1, H * D)
+
+
+def attention(peers: Peers, H: int, G: int, D: int, T: int, S: int) -> Outcome:
+    copies = math.ceil(ROTATED_BYTES / (4 * S * G * D))
+    q, keys, values = random(T, H, D), random(copies, G, S, D), random(copies, G, S, D)
+    out = torch.full((T, H, D), math.nan, device="cuda", dtype=torch.bfloat16)
+    slots = torch.zeros(T, device="cuda", dtype=torch.int32)
+    positions = torch.arange(S - T, S, device="cuda", dtype=torch.int32)
+    counters = torch.zeros(COUNTERS, device="cuda", dtype=torch.int32)
+
+    def ours(i: int) -> torch.Tensor:
+        k, v = keys[i % copies], values[i % copies]
+        shape = T, H, G, D, S, D**-0.5
+        peers.launch("peers_attention", *shape, q, k, v, slots, positions, counters, out)
+        return out
+
+    chosen = torch.linspace(0, T - 1, 48, device="cuda").long()
+    want = some_rows(q, keys[0], values[0], chosen)
+
+    def error(result: torch.Tensor) -> float:
+        return relative_error(result[chosen].flatten(1), want)
+
+    return contest(
+        f"attention {H}/{G}, D {D}, T {T} of {S}",
+        library_attentions(q.transpose(0, 1)[None], keys, values),
+        Contestant("ours", ours),
+        error,
+        error,
+        launches_for(4 * H * D * T * (S - T / 2), 4 * S * G * D),
+    )
+
+
+def attentions(peers: Peers) -> None:
+    ratios = []
+    heading(
+        *("H/G", "D", "T", "S", "library us", "ours us", "ratio"),
+        *("library TFLOP/s", "ours TFLOP/s", "library"),
+    )
+    for H, G, D, T, S in ATTENTION:
+        try:
+            outcome = attention(peers, H, G, D, T, S)
+        except RuntimeError as failure:
+            note(f"attention {H}/{G}, D {D}, T {T} of {S} left out: {failure}")
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        pairs = T * S - T * (T - 1) / 2
+        row(f"{H}/{G}", D, T, S, *outcome.cells(4 * H * D * pairs), outcome.name)
+        if outcome.ratio:
+            ratios.append((outcome.ratio, f"D {D}, T {T} of {S}"))
+    print()
+    summary("attention", ratios)
+
+
+# ---- prompts ----
 
 
 def turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -97,81 +356,140 @@ def layer(x, weights, cosines, sines, heads: int, kv_heads: int, size: int) -> t
     return x + (torch.nn.functional.silu(gate) * up) @ down.t()
 
 
-def prompt(name: str, rows: int) -> float:
-    """Milliseconds of all layers and the last row's logits."""
+def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable]]:
+    """All layers and the last row's logits, by the number of rows, over the same weights: the
+    graph, and what holds its operands."""
     C, L, H, G, D, F, V = SHAPES[name]
-    sizes = ((H + 2 * G) * D, C), (C, H * D), (2 * F, C), (C, F), (2, C)
-    weights = [[random(*size) * 0.02 for size in sizes] for _ in range(L)]
-    head, x = random(V, C), random(rows, C)
-    cosines, sines = random(rows, D // 2), random(rows, D // 2)
+    sizes = ((H + 2 * G) * D, C), (C, H * D), (2 * F, C), (C, F)
+    weights = [
+        [random(*size).mul_(0.02) for size in sizes] + [random(2, C).fill_(1)] for _ in range(L)
+    ]
+    head = random(V, C).mul_(0.02)
+    torch.compiler.reset()  # it compiles a function for a few shapes only
     compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    graphs = {}
+    for rows in PROMPTS:
+        x = random(rows, C)
+        frequencies = 1e-5 ** (torch.arange(D // 2, device="cuda") / (D // 2))
+        angles = torch.arange(rows, device="cuda")[:, None] * frequencies
+        cosines, sines = angles.cos().bfloat16(), angles.sin().bfloat16()
 
-    def work(_):
-        y = x
-        for of_layer in weights:
-            y = compiled(y, of_layer, cosines, sines, H, G, D)
-        return y[-1:] @ head.t()
+        def launch(_: int, x=x, cosines=cosines, sines=sines) -> torch.Tensor:
+            y = x
+            for of_layer in weights:
+                y = compiled(y, of_layer, cosines, sines, H, G, D)
+            return y[-1:] @ head.t()
 
-    with torch.no_grad():
-        return microseconds(work, 1, launches=1) * 1e-3
+        try:
+            launch(0)
+            graphs[rows] = captured(launch, 1), launch
+        except RuntimeError as failure:
+            note(f"{name} prompt of {rows}, compiled layers: {failure}")
+        torch.cuda.empty_cache()
+    return graphs
 
 
+def our_prompts(name: str) -> dict[int, float]:
+    """Seconds, by the number of rows."""
+    command = [str(BUILD / "tests/bench_gpu"), name.upper(), "--prefill"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    pattern = rf"^\| {name.upper()} \| prompt of (\d+) \| ([\d.]+) \|"
+    found = re.findall(pattern, done.stdout, re.MULTILINE)
+    if done.returncode or not found:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-200:] or done.stdout[-200:]}")
+    return {int(rows): float(us) * 1e-6 for rows, us in found}
+
+
+@torch.no_grad()
 def prompts(name: str) -> None:
-    for rows in (512, 2048, 8192):
-        ms = prompt(name, rows)
-        print(
-            f"| {name} | prompt of {rows} | compiled layers, cuBLAS, cuDNN | {ms * 1e3:.0f} | | |"
-            f" {rows / ms * 1e3:.0f} tokens/s",
-            flush=True,
-        )
+    if not (BUILD / "tests/bench_gpu").exists():
+        raise RuntimeError(f"{BUILD}/tests/bench_gpu is not built")
+    graphs = library_prompts(name)
+
+    def measured() -> dict[int, float]:
+        return {rows: race([graph], PROMPT_ROUNDS)[0] for rows, (graph, _) in graphs.items()}
+
+    before, ours, after = measured(), our_prompts(name), measured()
+    heading(
+        *("model", "prompt", "compiled layers ms", "ours ms", "compiled layers again ms"),
+        *("ratio", "compiled tokens/s", "ours tokens/s"),
+    )
+    ratios = []
+    for rows in graphs:
+        if rows not in ours:
+            note(f"{name} prompt of {rows} left out: bench_gpu does not have it")
+            continue
+        theirs = (before[rows] + after[rows]) / 2
+        ratios.append((theirs / ours[rows], f"prompt of {rows}"))
+        times = (f"{s * 1e3:.2f}" for s in (before[rows], ours[rows], after[rows]))
+        rates = (f"{rows / s:.0f}" for s in (theirs, ours[rows]))
+        row(name, rows, *times, f"{ratios[-1][0]:.3f}", *rates)
+    print()
+    summary(f"{name}, prompts", ratios)
 
 
-def operators(name: str) -> None:
-    C, _, H, G, D, F, V = SHAPES[name]
-    products = {
-        "qkv": ((H + 2 * G) * D, C),
-        "project out": (C, H * D),
-        "gate_up": (2 * F, C),
-        "project down": (C, F),
-        "classify": (V, C),
-    }
-    for rows in (1, 16, 512, 2048):
-        for work, (outputs, inputs) in products.items():
-            us = product(rows, outputs, inputs)
-            moved = 2 * outputs * inputs / us * 1e-3
-            flops = 2 * rows * outputs * inputs / us * 1e-6
-            line = f"| {name} | {work}, T {rows} | cuBLAS | {us:.1f} | {moved:.0f} | {flops:.1f} |"
-            print(line, flush=True)
-    for rows, cached in ((1, 1000), (1, 32768), (512, 512), (2048, 2048), (8192, 8192)):
-        for library, backend in (
-            ("cuDNN", SDPBackend.CUDNN_ATTENTION),
-            ("FlashAttention", SDPBackend.FLASH_ATTENTION),
-        ):
-            us = attention(rows, cached, H, G, D, backend)
-            if us is None:
-                continue
-            pairs = cached if rows == 1 else rows * (rows + 1) / 2
-            flops = 4 * H * D * pairs / us * 1e-6
-            moved = 4 * cached * G * D / us * 1e-3
-            print(
-                f"| {name} | attend, T {rows} of {cached} | {library} | {us:.1f} | "
-                f"{moved:.0f} | {flops:.1f} |",
-                flush=True,
-            )
+# ---- from the command line down ----
 
 
-def main(arguments: list[str]) -> None:
-    names = [a for a in arguments if a in SHAPES] or list(SHAPES)
-    all_of_it = not any(a.startswith("--") for a in arguments)
-    print(f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, ", end="")
-    print(f"{torch.cuda.get_device_name()}, microseconds")
-    print("| model | work | library | us | GB/s | TFLOP/s |\n|---|---|---|---|---|---|")
-    for name in names:
-        if all_of_it or "--operators" in arguments:
-            operators(name)
-        if all_of_it or "--prompts" in arguments:
-            prompts(name)
+def said_by(*command: str) -> str:
+    """What a program prints; nothing where it is not there."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def print_run(peers: Peers | None) -> None:
+    driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    built = BUILD / "commit"
+    commit = said_by("git", "describe", "--always", "--dirty")
+    if not commit and built.exists():
+        commit = built.read_text().strip()
+    version = peers.cublas if peers else 0
+    cublas = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "none"
+    print(
+        f"{datetime.date.today()}, {torch.cuda.get_device_name()}, driver "
+        f"{driver.partition(chr(10))[0] or 'unknown'}, PyTorch {torch.__version__}, cuDNN "
+        f"{torch.backends.cudnn.version()}, cuBLAS {cublas}, bf16, random data; commit "
+        f"{commit or 'unknown'}: {' '.join(sys.argv)}",
+        flush=True,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    flags = ("--products", "--attention", "--prompts")
+    unknown = [a for a in arguments if a not in flags and a not in SHAPES]
+    if unknown:
+        print(__doc__ if unknown[0] in ("-h", "--help") else f"what is {unknown[0]}? try --help")
+        return 0 if unknown[0] in ("-h", "--help") else 2
+    if not torch.cuda.is_available():
+        print("skipped: PyTorch finds no GPU")
+        return 0
+    names = [a for a in arguments if a in SHAPES] or ["8b", "1b"]
+    wanted = [flag for flag in flags if flag in arguments] or list(flags)
+    warnings.simplefilter("ignore")  # why an attention kernel was not taken: note() says enough
+    torch.backends.cuda.matmul.allow_tf32 = False  # for what results are compared with
+    torch.cuda.set_stream(torch.cuda.Stream())
+    peers = None
+    try:
+        peers = Peers()
+    except (OSError, RuntimeError, AttributeError) as failure:
+        note(f"no products and no attention: {failure}")
+    print_run(peers)
+    if peers and "--products" in wanted:
+        for name in names:
+            products(peers, name)
+    if peers and "--attention" in wanted:
+        attentions(peers)
+    if "--prompts" in wanted:
+        for name in names:
+            try:
+                prompts(name)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as failure:
+                note(f"{name} prompts left out: {failure}")
+    return 0
 
 
 if __name__ == "__main__":
-    main([argument.lower() for argument in sys.argv[1:]])
+    sys.exit(main([argument.lower() for argument in sys.argv[1:]]))
