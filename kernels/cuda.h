@@ -30,6 +30,7 @@ struct cuda_backend {
         int parts, stride; /* from one part to the next */
     } normed;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
+    int tile;           /* of products of many rows, where tests ask for one (cuda_test.h) */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
     /* by rows, classified rows, whether an id is drawn, whether the cache is short */
     cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1][2][2];

@@ -150,6 +150,10 @@ void cuda_general_path(struct engine *e, bool on) {
     backend_of(e)->normed.gamma = NULL;
 }
 
+void cuda_one_tile(struct engine *e, int tile) {
+    backend_of(e)->tile = tile;
+}
+
 int cuda_capability(const struct engine *e) {
     return backend_of(e)->capability;
 }

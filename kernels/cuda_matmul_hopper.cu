@@ -1,8 +1,10 @@
 /* Products in bf16 on sm_90 (wgmma): the kernel for more than 64 rows, and the choice of its tile.
  *
- * TFLOP/s on an H200, for the widths of the 8B model at 512, 2048 and 8192 rows: qkv 691, 648, 667;
- * out 557, 612, 632; gate and up 678, 744, 694; down 618, 680, 653. */
+ * TFLOP/s on an H200, with what follows, for the widths of the 8B model at 512, 2048 and 8192 rows:
+ * qkv 616, 640, 636; out 527, 543, 604; gate and up 650, 686, 692; down 571, 675, 630. cuBLAS without
+ * it, in turns with these: 643, 650, 692; 616, 582, 636; 622, 688, 668; 593, 751, 631. */
 #include "kernels/cuda_matmul_hopper.cuh"
+#include "kernels/cuda_test.h"
 
 #include <algorithm>
 
@@ -22,24 +24,22 @@ constexpr int TURN = 1;
 
 /* A tile's rows of W: its units, with ACTIVATE the gate rows and the up rows of all of them, with QKV
  * its heads' pairs. Where the other block needs the same, it fetches one half. */
-template <class S>
-__device__ __forceinline__ void ask_for_weights(const CUtensorMap *map, const product &p,
-                                                const ring &ring, int stage, const tile &tile,
-                                                int k, int rank) {
+template <class S, enum epilogue E>
+__device__ __forceinline__ void ask_for_weights(const CUtensorMap *map, const ring &ring, int stage,
+                                                const tile &tile, int k, int rank) {
     constexpr int HALF = S::TILE_N / 2;
-    const bool activate = p.epilogue == EPILOGUE_ACTIVATE;
-    const bool qkv = S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV;
+    constexpr bool activate = E == EPILOGUE_ACTIVATE;
     const uint32_t full = ring.full + 8 * stage;
     const uint32_t to = ring.memory + stage * S::STAGE_BYTES + S::IN_BYTES;
     if (S::BELOW_T > 1) {
         const uint32_t there = to + rank * HALF * PANEL_ROW_BYTES;
-        if (qkv)
+        if (E == EPILOGUE_QKV)
             copy_box_to(there, map, full, READ_NORMALLY, BOTH, k, 0, 0, tile.span / SPAN,
                         tile.head + rank * (S::HEADS / 2));
         else
             copy_box_to(there, map, full, READ_NORMALLY, BOTH, k,
                         tile.unit + (activate ? 0 : rank * HALF), activate ? rank : 0);
-    } else if (qkv) {
+    } else if (E == EPILOGUE_QKV) {
         copy_box(to, map, full, READ_NORMALLY, k, 0, 0, tile.span / SPAN, tile.head);
     } else {
         copy_box(to, map, full, READ_NORMALLY, k, tile.unit, 0);
@@ -62,22 +62,22 @@ __device__ __forceinline__ void ask_for_rows(const CUtensorMap *map, const ring 
 
 /* Keeps the ring full, tile after tile. W of the first steps is asked for before the inputs are
  * there. */
-template <class S>
-__device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const product &p,
-                        const schedule &schedule, const ring &ring, int rank) {
+template <class S, enum epilogue E>
+__device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const schedule &schedule,
+                        const ring &ring, int rank) {
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
     int early = min(S::STAGES, schedule.steps); /* steps whose W has been asked for */
-    const tile start = tile_at<S>(p, schedule, first, rank);
+    const tile start = tile_at<S, E>(schedule, first, rank);
     prefetch_map(in);
 #pragma unroll 1
     for (int stage = 0; stage < early; stage++) {
         barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
-        ask_for_weights<S>(W, p, ring, stage, start, stage * PANEL_DEPTH, rank);
+        ask_for_weights<S, E>(W, ring, stage, start, stage * PANEL_DEPTH, rank);
     }
     wait_for_inputs();
     int stage = 0, parity = 1;
     for (int index = first; index < tiles; index += schedule.workers) {
-        const tile tile = tile_at<S>(p, schedule, index, rank);
+        const tile tile = tile_at<S, E>(schedule, index, rank);
 #pragma unroll 1
         for (int step = 0; step < schedule.steps; step++) {
             if (early > 0) {
@@ -85,7 +85,7 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const produ
             } else {
                 barrier_wait(ring.empty + 8 * stage, parity);
                 barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
-                ask_for_weights<S>(W, p, ring, stage, tile, step * PANEL_DEPTH, rank);
+                ask_for_weights<S, E>(W, ring, stage, tile, step * PANEL_DEPTH, rank);
             }
             ask_for_rows<S>(in, ring, stage, tile, step * PANEL_DEPTH, rank);
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
@@ -102,13 +102,16 @@ __device__ __forceinline__ void release(const ring &ring, int stage, int rank) {
 }
 
 /* sums = the tile's products over all of K, from the `passed`-th step through the ring on. `issued`
- * is called when the last one has been asked for. */
+ * is called when the last one has been asked for. Of `all` steps of the block the last ones are not
+ * released, as nothing takes their place: a signal that the other block does not wait for could come
+ * when its shared memory is another kernel's. */
 template <class S, class F>
 __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TILE_N / 2],
                                               const schedule &schedule, const ring &ring,
-                                              uint64_t in, uint64_t W, int passed, int rank,
-                                              F issued) {
-    int stage = passed % S::STAGES, parity = passed / S::STAGES % 2, last = -1;
+                                              uint64_t in, uint64_t W, int passed, int all,
+                                              int rank, F issued) {
+    int stage = passed % S::STAGES, parity = passed / S::STAGES % 2, last = 0;
+    const int refilled = all - passed - S::STAGES; /* steps of the tile */
     for (int step = 0; step < schedule.steps; step++) {
         barrier_wait(ring.full + 8 * stage, parity);
         const uint64_t at = stage * (S::STAGE_BYTES / 16);
@@ -122,7 +125,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
                                  W + at + i * WGMMA_COLUMNS_16, step > 0 || i > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (last >= 0) release(ring, last, rank);
+        if (step > 0 && step <= refilled) release(ring, last, rank);
         last = stage;
         if (++stage == S::STAGES) stage = 0, parity ^= 1;
     }
@@ -130,54 +133,65 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
     wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < S::BLOCKS_64; block++) settle(sums[block]);
-    release(ring, last, rank);
+    if (schedule.steps <= refilled) release(ring, last, rank);
+}
+
+/* threadIdx.x, read anew: what follows from it needs no register from tile to tile. */
+__device__ __forceinline__ int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 /* Whole tiles by turns, or 64 rows of every tile. The turns are not for speed alone: a warpgroup
  * that waited for a fill more than a lap of the ring ahead would take an old phase of the same
  * parity for it. */
-template <class S>
+template <class S, enum epilogue E>
 __device__ __forceinline__ void consume(const product &p, const schedule &schedule,
                                         const ring &ring, int rank) {
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* known to be uniform */
-    const int lane = (int)threadIdx.x % 32, group = warp / 4;
-    const int first_row = (S::TOGETHER ? group * 64 : 0) + warp % 4 * 16 + lane / 4;
+    const int group = warp / 4;
     const uint64_t in = wgmma_panel(ring.memory + (S::TOGETHER ? group * 64 * PANEL_ROW_BYTES : 0));
     const uint64_t W = wgmma_panel(ring.memory + S::IN_BYTES);
-    const int tiles = schedule.tiles_t * schedule.tiles_n;
+    const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
+    const int rounds = divide_up(tiles - first, schedule.workers);
     const bool pairs = p.y_stride % 2 == 0 && p.N % 2 == 0 && (uintptr_t)p.y % 8 == 0;
-    int passed = 0, turn = group;
     float sums[S::BLOCKS_64][S::TILE_N / 2];
     const auto give_turn = [&] {
         if (!S::TOGETHER) named_arrive(TURN + 1 - group, CONSUMERS);
     };
     if (group == 1) give_turn(); /* the first tile is warpgroup 0's */
-    for (int index = blockIdx.x / CLUSTER; index < tiles; index += schedule.workers) {
-        const bool own = S::TOGETHER || turn == 0;
-        turn ^= 1;
-        passed += schedule.steps;
-        if (!own) continue;
-        const tile tile = tile_at<S>(p, schedule, index, rank);
-        const int t = tile.t + first_row;
+    for (int round = S::TOGETHER ? 0 : group; round < rounds; round += S::TOGETHER ? 1 : 2) {
+        const tile tile = tile_at<S, E>(schedule, first + round * schedule.workers, rank);
+        const int thread = thread_again(), n = tile.unit + thread % 4 * 2;
+        const int t =
+            tile.t + (S::TOGETHER ? group * 64 : 0) + thread / 32 % 4 * 16 + thread % 32 / 4;
         float factor[S::BLOCKS_64][2];
+        row_turn turns[S::BLOCKS_64][2];
+        residual<S> before;
 #pragma unroll
-        for (int i = 0; i < 2 * S::BLOCKS_64; i++)
-            factor[i / 2][i % 2] = factor_of(p, t + i / 2 * 64 + i % 2 * 8);
+        for (int i = 0; i < 2 * S::BLOCKS_64; i++) {
+            const int row = t + i / 2 * 64 + i % 2 * 8;
+            factor[i / 2][i % 2] = factor_of(p, row);
+            if (E == EPILOGUE_QKV && S::SUMS <= row_turn::MOST_SUMS)
+                turns[i / 2][i % 2].ask(p, row, tile);
+        }
+        if (E == EPILOGUE_ADD) before.ask_first(p, t, tile);
         if (!S::TOGETHER) named_barrier(TURN + group, CONSUMERS);
-        multiply_tile<S>(sums, schedule, ring, in, W, passed - schedule.steps, rank, give_turn);
+        multiply_tile<S>(sums, schedule, ring, in, W, round * schedule.steps,
+                         rounds * schedule.steps, rank, give_turn);
+        if (E == EPILOGUE_ADD) add_tile<S>(p, sums, factor, before, t, tile);
 #pragma unroll
-        for (int block = 0; block < S::BLOCKS_64; block++) {
-            const int row = t + block * 64, column = tile.unit + lane % 4 * 2;
-            if (p.epilogue == EPILOGUE_ADD)
-                add_rows<S>(p, sums[block], factor[block], row, tile);
-            else if (p.epilogue == EPILOGUE_ACTIVATE)
+        for (int block = 0; block < S::BLOCKS_64 && E != EPILOGUE_ADD; block++) {
+            const int row = t + block * 64;
+            if (E == EPILOGUE_ACTIVATE)
                 activate_rows<S>(p, sums[block], factor[block], row, tile.unit);
-            else if (S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV)
-                heads_rows<S>(p, sums[block], factor[block], row, tile);
+            else if (E == EPILOGUE_QKV)
+                heads_rows<S>(p, sums[block], factor[block], turns[block], row, tile);
             else if (pairs)
-                store_rows<S, true>(p, sums[block], factor[block], row, column);
+                store_rows<S, true>(p, sums[block], factor[block], row, n);
             else
-                store_rows<S, false>(p, sums[block], factor[block], row, column);
+                store_rows<S, false>(p, sums[block], factor[block], row, n);
         }
     }
 }
@@ -188,16 +202,17 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers. With
  *           ACTIVATE the first half of the latter are gate rows and the second their up rows, so
  *           that a thread holds both sums.
- * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 176 of 232.
+ * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
  * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
  * Numerics  f32 sums over K in ascending order, whatever the tile. Rows past T, rows of W past N
- *           and K's end arrive as zeros; nothing past T and N is stored.
+ *           and K's end arrive as zeros; nothing past T and N is stored. A row's sum of squares: by
+ *           thread over the tile's columns, over four lanes, over the tiles by the next product.
  * Barriers  struct ring; TURN. Of the cluster, first: the barriers are ready | the other block
- *           signals them; last: the other one has sent its last bytes and signals | this one ends.
+ *           signals them; last: the other one has sent its last bytes | this one ends.
  * Order     W is asked for before the inputs are waited for, rows, scale and residual after.
  * Form      results go from registers to memory, whole 32-byte sectors at a time, since y has any
  *           stride; the other warpgroup's products hide it. */
-template <class S>
+template <class S, enum epilogue E>
 __global__ void __launch_bounds__(THREADS, 1)
     matmul_wgmma(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap W,
                  const __grid_constant__ product p, const __grid_constant__ schedule schedule) {
@@ -218,11 +233,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     cluster_sync(); /* first */
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == CONSUMERS) produce<S>(&in, &W, p, schedule, ring, rank);
+        if (threadIdx.x == CONSUMERS) produce<S, E>(&in, &W, schedule, ring, rank);
     } else {
         take_registers<CONSUMER_REGISTERS>();
         wait_for_inputs();
-        consume<S>(p, schedule, ring, rank);
+        consume<S, E>(p, schedule, ring, rank);
     }
     __syncwarp();   /* the producer's warp is whole again: the next needs all of its threads */
     cluster_sync(); /* last */
@@ -230,17 +245,35 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launching ---- */
 
+using kernel = void (*)(CUtensorMap, CUtensorMap, product, schedule);
+
 struct form {
     int tile_t, tile_n, below, beside, heads; /* heads 0: not for QKV */
     bool together;
     int shared;
-    void (*kernel)(CUtensorMap, CUtensorMap, product, schedule);
+    kernel kernels[4]; /* by epilogue */
 };
+
+template <class S> constexpr kernel kernel_of_heads() {
+    if constexpr (S::WHOLE_HEADS) return matmul_wgmma<S, EPILOGUE_QKV>;
+    return NULL;
+}
+template <class S> constexpr kernel kernel_of_add() {
+    if constexpr (S::SUMS <= 128) return matmul_wgmma<S, EPILOGUE_ADD>;
+    return NULL; /* registers would spill */
+}
 
 template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form form_of() {
     using S = shape<T, N, BELOW, TOGETHER>;
-    return {T,        N,         S::BELOW_T,     S::BESIDE_N, S::WHOLE_HEADS ? S::HEADS : 0,
-            TOGETHER, S::SHARED, matmul_wgmma<S>};
+    return {T,
+            N,
+            S::BELOW_T,
+            S::BESIDE_N,
+            S::WHOLE_HEADS ? S::HEADS : 0,
+            TOGETHER,
+            S::SHARED,
+            {matmul_wgmma<S, EPILOGUE_STORE>, kernel_of_add<S>(),
+             matmul_wgmma<S, EPILOGUE_ACTIVATE>, kernel_of_heads<S>()}};
 }
 
 constexpr form forms[] = {
@@ -253,14 +286,16 @@ constexpr form forms[] = {
     form_of<64, 192>(),
     form_of<64, 224>(),
     /* More rows, by how they fill the last wave: 28672 x 256 are 512 tiles of 112; 128 for 4096;
-     * 176 gives L2 the least to do and the tensor cores the longest runs. */
+     * 176 and 192 give L2 the least to do and the tensor cores the longest runs. */
     form_of<128, 112>(),
     form_of<128, 128>(),
     form_of<128, 176>(),
+    form_of<128, 192>(),
     /* The same with half of the rows in a cluster, where T has an odd number of tiles. */
     form_of<128, 128, false>(),
     form_of<128, 176, false>(),
-    /* Too large for two sets of sums: 6144 x 512 are 128 tiles. */
+    /* A single wave, which both warpgroups end together: 4096 x 512 and 6144 x 512 are 128 tiles. */
+    form_of<128, 128, true, true>(),
     form_of<128, 192, true, true>(),
 };
 
@@ -280,26 +315,29 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
     return schedule;
 }
 
-/* Cycles of the busiest multiprocessor, roughly: a step costs the most of its products (64 rows by
+/* Cycles of the busiest multiprocessor, roughly. A step costs the most of its products (64 rows by
  * N by 64 of K: 2 N cycles), of its bytes from L2 (48 a cycle) and of its bytes from memory (20 a
- * cycle), and a tenth of L2's for their power. */
-double cost(const form &form, const schedule &schedule, int T) {
+ * cycle), and a tenth of L2's for their power. What follows 64 rows of a tile takes 20 cycles a column,
+ * with ADD 40; by turns it is seen once, at the end. */
+double cost(const form &form, const schedule &schedule, const product &p) {
     const double from_L2 =
         PANEL_ROW_BYTES * ((double)form.tile_t / form.beside + (double)form.tile_n / form.below);
-    const double from_memory = PANEL_ROW_BYTES * (double)form.tile_n / divide_up(T, form.tile_t);
+    const double from_memory = PANEL_ROW_BYTES * (double)form.tile_n / divide_up(p.T, form.tile_t);
     const double products = form.tile_t / 64 * form.tile_n * 2;
     const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 480;
     const int waves = divide_up(schedule.tiles_t * schedule.tiles_n, schedule.workers);
-    const double exposed = form.together ? 4000.0 * waves : 0; /* the epilogues */
-    return waves * schedule.steps * step + exposed;
+    const int seen = form.together ? waves : form.tile_t / 64;
+    return waves * schedule.steps * step +
+           seen * form.tile_n * (p.epilogue == EPILOGUE_ADD ? 40.0 : 20.0);
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {
+    if (b->tile && forms[b->tile - 1].kernels[p->epilogue]) return forms[b->tile - 1];
     const form *best = NULL;
     double least = 0;
     for (const form &form : forms) {
-        if (p->epilogue == EPILOGUE_QKV && !form.heads) continue;
-        const double cycles = cost(form, schedule_for(b, p, form), p->T);
+        if (!form.kernels[p->epilogue]) continue;
+        const double cycles = cost(form, schedule_for(b, p, form), *p);
         if (!best || cycles < least) best = &form, least = cycles;
     }
     return *best;
@@ -352,6 +390,10 @@ bool cuda_matmul_hopper_takes(const struct product *p) {
            fits(p);
 }
 
+int cuda_tiles(void) {
+    return sizeof forms / sizeof *forms;
+}
+
 int cuda_matmul_hopper_parts(const struct cuda_backend *b, const struct product *p) {
     if (p->T <= CUDA_FEW_ROWS) return cuda_matmul_few_parts(b, p->N);
     const form &form = choose(b, p);
@@ -374,7 +416,7 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     const bool mapped = p->epilogue == EPILOGUE_QKV ? heads_map(b, &W, *p, form.heads / form.below)
                                                     : cuda_weight_map(b, &W, *p, form.tile_n / 2);
     if (mapped && cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside))
-        cuda_launch_clusters(b, "matmul_wgmma", form.kernel,
+        cuda_launch_clusters(b, "matmul_wgmma", form.kernels[p->epilogue],
                              dim3((unsigned)(schedule.workers * CLUSTER)), CLUSTER, THREADS,
                              (size_t)form.shared, in, W, *p, schedule);
 }

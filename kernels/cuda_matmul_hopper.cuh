@@ -40,6 +40,7 @@ template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
      * they take turns by whole tile: one writes while the other has the tensor cores. */
     static constexpr bool TOGETHER = TOGETHER_;
     static constexpr int BLOCKS_64 = T / 64 / (TOGETHER ? 2 : 1); /* of 64 rows, a warpgroup's */
+    static constexpr int SUMS = BLOCKS_64 * N / 2; /* of a thread, which has 232 registers */
     static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
     static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
     static constexpr int FIT = (SHARED_BYTES - BARRIER_BYTES - PANEL_ALIGNMENT) / STAGE_BYTES;
@@ -69,9 +70,8 @@ struct tile {
     int t, column, unit, span, head;
 };
 
-template <class S>
-__device__ __forceinline__ tile tile_at(const product &p, const schedule &schedule, int index,
-                                        int rank) {
+template <class S, enum epilogue E>
+__device__ __forceinline__ tile tile_at(const schedule &schedule, int index, int rank) {
     const int of_group = schedule.group * schedule.tiles_n, group = index / of_group;
     const int height = min(schedule.group, schedule.tiles_t - group * schedule.group);
     const int rest = index - group * of_group, pair = rest / height;
@@ -80,8 +80,8 @@ __device__ __forceinline__ tile tile_at(const product &p, const schedule &schedu
     tile tile = {};
     tile.t = (row * S::BELOW_T + rank % S::BELOW_T) * S::TILE_T;
     tile.column = column;
-    tile.unit = column * (p.epilogue == EPILOGUE_ACTIVATE ? S::TILE_N / 2 : S::TILE_N);
-    if (S::WHOLE_HEADS && p.epilogue == EPILOGUE_QKV) {
+    tile.unit = column * (E == EPILOGUE_ACTIVATE ? S::TILE_N / 2 : S::TILE_N);
+    if (E == EPILOGUE_QKV) {
         tile.span = column / schedule.across * SPAN;
         tile.head = column % schedule.across * S::HEADS;
     }
@@ -144,61 +144,93 @@ __device__ __forceinline__ void store_rows(const product &p, const float (&sums)
     }
 }
 
+/* The same number, but the assembler does not know: loads from a row and stores to the same one keep
+ * their order. Else it asks for one value after the other, each when the one before has been stored. */
+__device__ __forceinline__ int unknown(int row) {
+    return __shfl_sync(0xffffffffu, row, (int)threadIdx.x % 32);
+}
+
+/* ADD: what a thread's results are added to, in rounds of BATCH octets of one row. A round is asked for
+ * DEPTH - 1 rounds ahead, the first one before the tile's products; all of them then, where registers
+ * hold it. */
+template <class S> struct residual {
+    static constexpr int OCTETS = S::TILE_N / 8;
+    static constexpr int BATCH = 8;
+    static constexpr int OF_ROW = (OCTETS + BATCH - 1) / BATCH, ROUNDS = 2 * S::BLOCKS_64 * OF_ROW;
+    static constexpr int DEPTH = S::SUMS > 64 ? 2 : ROUNDS;
+    float2 y[DEPTH][BATCH];
+    /* Where a round is: its row, from the thread's first on, and its first octet. */
+    static __device__ __forceinline__ int row(int round) {
+        return round / OF_ROW / 2 * 64 + round / OF_ROW % 2 * 8;
+    }
+    static __device__ __forceinline__ int octet(int round) { return round % OF_ROW * BATCH; }
+    __device__ __forceinline__ void ask(const product &p, int t, const tile &tile, int round) {
+        const int columns = t + row(round) < p.T ? p.N - tile.unit : 0;
+        const float *from =
+            p.y + (size_t)(t + row(round)) * p.y_stride + tile.unit + (int)threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int at = 8 * (octet(round) + i);
+            const bool inside = at < S::TILE_N && at < columns;
+            y[round % DEPTH][i] = inside ? __ldcg((const float2 *)(from + at)) : float2{0, 0};
+        }
+    }
+    __device__ __forceinline__ void ask_first(const product &p, int t, const tile &tile) {
+#pragma unroll
+        for (int round = 0; round < (DEPTH < ROUNDS ? DEPTH - 1 : ROUNDS); round++)
+            ask(p, t, tile, round);
+    }
+};
+
 /* ADD: y += factor sums. Of the norm that follows, next = y gamma, and the sums of squares of the
  * tile's columns. */
 template <class S>
-__device__ __forceinline__ void add_rows(const product &p, const float (&sums)[S::TILE_N / 2],
-                                         const float (&factor)[2], int t, const tile &tile) {
-    constexpr int OCTETS = S::TILE_N / 8;
-    /* Whose loads are under way together: what registers hold. */
-    constexpr int BATCH = S::BLOCKS_64 * S::TILE_N > 256 ? 4 : 16; /* octets */
+__device__ __forceinline__ void add_tile(const product &p,
+                                         const float (&sums)[S::BLOCKS_64][S::TILE_N / 2],
+                                         const float (&factor)[S::BLOCKS_64][2],
+                                         residual<S> &before, int t, const tile &tile) {
+    using R = residual<S>;
     const int n = tile.unit + (int)threadIdx.x % 4 * 2, four = tile.unit + column_of_four();
     const float *const weights = p.gamma + n;
+    float squares = 0;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = t + 8 * half;
-        const int left = row < p.T ? p.N - n : 0, left_of_four = row < p.T ? p.N - four : 0;
-        float *const y = p.y + (size_t)row * p.y_stride + n;
+    for (int round = 0; round < R::ROUNDS; round++) {
+        if (R::DEPTH < R::ROUNDS && round + R::DEPTH - 1 < R::ROUNDS)
+            before.ask(p, t, tile, round + R::DEPTH - 1);
+        const int row = t + R::row(round), half = R::row(round) / 8 % 2, block = R::row(round) / 64;
+        const int columns = row < p.T ? p.N - tile.unit : 0; /* whole octets */
+        float *const y = p.y + (size_t)unknown(row) * p.y_stride + n;
         bf16 *const next = (bf16 *)p.next + (size_t)row * p.N + four;
-        float squares = 0;
+        float2 gamma[R::BATCH], (&value)[R::BATCH] = before.y[round % R::DEPTH];
 #pragma unroll
-        for (int first = 0; first < OCTETS; first += BATCH) {
-            float2 value[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int at = 8 * (first + i);
-                const bool inside = first + i < OCTETS && at < left;
-                value[i] = inside ? __ldcg((const float2 *)(y + at)) : float2{0, 0};
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH && first + i < OCTETS; i++) {
-                const int at = 8 * (first + i);
-                const float *sum = sums + at / 2 + 2 * half;
-                value[i].x += factor[half] * sum[0];
-                value[i].y += factor[half] * sum[1];
-                if (at >= left) continue;
-                squares += value[i].x * value[i].x + value[i].y * value[i].y;
-                *(float2 *)(y + at) = value[i];
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH && first + i < OCTETS; i += 2) {
-                const int at = 8 * (first + i);
-                uint32_t pair[2];
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    const float2 gamma = p.gamma && at + 8 * k < left
-                                             ? __ldg((const float2 *)(weights + at + 8 * k))
-                                             : float2{0, 0};
-                    pair[k] = pack_halves(value[i + k].x * gamma.x, value[i + k].y * gamma.y);
-                }
-                const uint2 values = four_of_pairs(pair[0], pair[1]);
-                if (p.gamma && at < left_of_four) *(uint2 *)(next + at) = values;
-            }
+        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i++) {
+            const int at = 8 * (R::octet(round) + i);
+            gamma[i] = p.gamma && at < columns ? *(const float2 *)(weights + at) : float2{0, 0};
         }
+#pragma unroll
+        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i++) {
+            const int at = 8 * (R::octet(round) + i);
+            const float *sum = sums[block] + at / 2 + 2 * half;
+            value[i].x += factor[block][half] * sum[0];
+            value[i].y += factor[block][half] * sum[1];
+            if (at >= columns) continue;
+            squares += value[i].x * value[i].x + value[i].y * value[i].y;
+            *(float2 *)(y + at) = value[i];
+        }
+#pragma unroll
+        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i += 2) {
+            const int at = 8 * (R::octet(round) + i);
+            const float2 a = value[i], b = value[i + 1], c = gamma[i], d = gamma[i + 1];
+            const uint2 values =
+                four_of_pairs(pack_halves(a.x * c.x, a.y * c.y), pack_halves(b.x * d.x, b.y * d.y));
+            if (p.gamma && at + (int)threadIdx.x % 2 * 8 < columns) *(uint2 *)(next + at) = values;
+        }
+        if ((round + 1) % R::OF_ROW) continue;
         squares += __shfl_xor_sync(0xffffffffu, squares, 1);
         squares += __shfl_xor_sync(0xffffffffu, squares, 2);
         if (p.gamma && row < p.T && threadIdx.x % 4 == 0)
             p.next_squares[(size_t)tile.column * p.squares_stride + row] = squares;
+        squares = 0;
     }
 }
 
@@ -238,30 +270,44 @@ __device__ __forceinline__ void activate_rows(const product &p, const float (&su
     }
 }
 
-/* QKV: where SPAN pairs of dimensions of HEADS heads lie: of each head 2 octets, and then the 2 that
- * turn with them. */
+/* QKV: of a row, cosines and sines for the thread's two pairs of dimensions, and where its position
+ * lies in the cache. Asked for before the tile's products, if these leave so many registers. */
+struct row_turn {
+    static constexpr int MOST_SUMS = 128;
+    float2 cosines[2], sines[2];
+    size_t place;
+    __device__ __forceinline__ void ask(const product &p, int row, const tile &tile) {
+        const heads &h = p.heads;
+        const bool inside = row < p.T && tile.span < h.half;
+        const float *from =
+            h.rope + (size_t)row * 2 * h.half + tile.span + (int)threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int octet = 0; octet < 2; octet++) {
+            const bool turns = inside && h.rope;
+            cosines[octet] = turns ? __ldcg((const float2 *)(from + 8 * octet)) : float2{1, 1};
+            sines[octet] =
+                turns ? __ldcg((const float2 *)(from + h.half + 8 * octet)) : float2{0, 0};
+        }
+        place = 0;
+        if (!inside) return;
+        place = (size_t)__ldcg(h.slots + row) * h.G * h.S + (size_t)__ldcg(h.positions + row);
+    }
+};
+
+/* QKV: SPAN pairs of dimensions of HEADS heads. Of each head the sums of 2 octets, and then of the 2
+ * that turn with them. */
 template <class S>
 __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)[S::TILE_N / 2],
-                                           const float (&factor)[2], int t, const tile &tile) {
+                                           const float (&factor)[2], row_turn (&turns)[2], int t,
+                                           const tile &tile) {
     const heads &h = p.heads;
     const int four = tile.span + column_of_four();
     if (tile.span >= h.half) return; /* the last of an odd number of columns */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = t + 8 * half;
-        const bool inside = row < p.T;
-        float2 cosines[2] = {}, sines[2] = {};
-        size_t place = 0;
-        if (inside) {
-            const float *turn = h.rope + (size_t)row * 2 * h.half + tile.span + threadIdx.x % 4 * 2;
-#pragma unroll
-            for (int octet = 0; octet < 2 && h.rope; octet++) {
-                cosines[octet] = __ldcg((const float2 *)(turn + 8 * octet));
-                sines[octet] = __ldcg((const float2 *)(turn + h.half + 8 * octet));
-            }
-            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.S;
-            place = (slot + (size_t)__ldcg(h.positions + row)) * h.D;
-        }
+        row_turn &turn = turns[half];
+        if (S::SUMS > row_turn::MOST_SUMS) turn.ask(p, row, tile);
 #pragma unroll
         for (int i = 0; i < S::HEADS; i++) {
             const int head = tile.head + i;
@@ -272,21 +318,20 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
 #pragma unroll
             for (int octet = 0; octet < 2; octet++) {
                 const float *sum = sums + 16 * i + 4 * octet + 2 * half;
-                float2 a = {factor[half] * sum[0], factor[half] * sum[1]};
-                float2 b = {factor[half] * sum[8], factor[half] * sum[9]};
-                if (h.rope && !value) {
-                    const float2 c = cosines[octet], s = sines[octet], x = a;
-                    a = {x.x * c.x - b.x * s.x, x.y * c.y - b.y * s.y};
-                    b = {b.x * c.x + x.x * s.x, b.y * c.y + x.y * s.y};
-                }
-                low[octet] = pack_halves(a.x, a.y), high[octet] = pack_halves(b.x, b.y);
+                const float2 a = {factor[half] * sum[0], factor[half] * sum[1]};
+                const float2 b = {factor[half] * sum[8], factor[half] * sum[9]};
+                const float2 c = turn.cosines[octet], s = turn.sines[octet];
+                const float2 x = {a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y};
+                const float2 y = {b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y};
+                low[octet] = value ? pack_halves(a.x, a.y) : pack_halves(x.x, x.y);
+                high[octet] = value ? pack_halves(b.x, b.y) : pack_halves(y.x, y.y);
             }
             bf16 *const to =
                 query ? (bf16 *)h.q + ((size_t)row * h.H + head) * h.D
-                      : (bf16 *)(value ? h.values : h.keys) + (size_t)g * h.S * h.D + place;
+                      : (bf16 *)(value ? h.values : h.keys) + ((size_t)g * h.S + turn.place) * h.D;
             const uint2 lows = four_of_pairs(low[0], low[1]);
             const uint2 highs = four_of_pairs(high[0], high[1]);
-            if (inside) *(uint2 *)(to + four) = lows, *(uint2 *)(to + four + h.half) = highs;
+            if (row < p.T) *(uint2 *)(to + four) = lows, *(uint2 *)(to + four + h.half) = highs;
         }
     }
 }

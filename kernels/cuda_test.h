@@ -11,6 +11,10 @@ extern "C" {
 /* Every operator through the kernels of the general path, whatever the device can do. Graphs that were
  * captured are forgotten. */
 void cuda_general_path(struct engine *e, bool on);
+/* How many tiles cuda_matmul_hopper.cu has for products of many rows; and all those by one of them, 1 to
+ * so many, where it has a form for what follows the product; 0: the engine chooses. */
+int cuda_tiles(void);
+void cuda_one_tile(struct engine *e, int tile);
 /* The device's compute capability: 90 for 9.0. */
 int cuda_capability(const struct engine *e);
 /* Copy between the host and the engine's arena; wait for it. Failures are the backend's: finish tells. */

@@ -78,7 +78,11 @@ class Peers:
         pointer, number = ctypes.c_void_p, ctypes.c_int
         for name, result, arguments in (
             ("peers_open", number, []),
-            ("peers_product", number, [pointer] + [number] * 4 + [pointer] * 3),
+            (
+                "peers_product",
+                number,
+                [pointer] + [number] * 4 + [pointer] * 6 + [number] * 3 + [pointer] * 3,
+            ),
             (
                 "peers_attention",
                 number,
@@ -97,48 +101,76 @@ class Peers:
         except RuntimeError as failure:
             note(failure)
 
-    def call(self, name: str, *arguments: int | float | torch.Tensor) -> int:
+    def call(self, name: str, *arguments: int | float | torch.Tensor | None) -> int:
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         result = getattr(self.library, name)(*plain)
         if result < 0:
             raise RuntimeError(self.library.peers_error().decode(errors="replace"))
         return result
 
-    def launch(self, name: str, *arguments: int | float | torch.Tensor) -> None:
+    def launch(self, name: str, *arguments: int | float | torch.Tensor | None) -> None:
         self.call(name, torch.cuda.current_stream().cuda_stream, *arguments)
 
 
 # ---- products ----
 
-EPILOGUES = {"store": 0, "add": 1, "activate": 2}  # kernels/cuda.h
+EPILOGUES = {"store": 0, "add": 1, "activate": 2, "heads": 3}  # kernels/cuda.h
+SQUARES = 256  # parts of a row's sum of squares, at most
 
 
-def our_result(epilogue: str, sums: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    if epilogue == "store":
-        return sums
-    if epilogue == "add":
-        return before + sums
-    gate, up = sums.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+class Ours:
+    """A product with what follows it in the engine: "store" nothing, "add" the residual and the
+    next norm's first half, "activate" SwiGLU, "heads" RoPE and the cache."""
+
+    def __init__(self, epilogue: str, M: int, N: int, heads: tuple[int, int, int]) -> None:
+        self.epilogue, self.heads = epilogue, heads
+        wide = N // 2 if epilogue == "activate" else N
+        dtype = torch.float32 if epilogue in ("store", "add") else torch.bfloat16
+        self.out = torch.full((M, wide), math.nan, device="cuda", dtype=dtype)
+        self.gamma = torch.rand(N, device="cuda") if epilogue == "add" else None
+        self.next, self.squares = random(M, N), torch.empty(SQUARES * max(M, 64), device="cuda")
+        self.slots = torch.zeros(M, device="cuda", dtype=torch.int32)
+        self.positions = torch.arange(M, device="cuda", dtype=torch.int32)
+        self.rope = torch.randn(M, 2, heads[2] // 2, device="cuda")
+        if epilogue == "add":
+            self.out.normal_()
+
+    def launch(self, peers: Peers, x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+        N, K = W.shape
+        numbers = (EPILOGUES[self.epilogue], x.shape[0], N, K)
+        norm = (self.gamma, self.next, self.squares)
+        turns = (*self.heads, self.slots, self.positions, self.rope)
+        peers.launch("peers_product", *numbers, x, W, self.out, *norm, *turns)
+        return self.out
+
+    def want(self, sums: torch.Tensor) -> torch.Tensor:
+        """What out becomes, from out as it is and sums f32 [M, N]."""
+        if self.epilogue == "store":
+            return sums
+        if self.epilogue == "add":
+            return self.out + sums
+        if self.epilogue == "activate":
+            gate, up = sums.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate) * up
+        H, G, D = self.heads
+        q, k, v = sums.view(-1, H + 2 * G, D).split((H, G, G), dim=1)
+        q, k = (turned(x, self.rope[:, None, 0], self.rope[:, None, 1]) for x in (q, k))
+        parts = (q.flatten(), k.transpose(0, 1).flatten(), v.transpose(0, 1).flatten())
+        return torch.cat(parts).view_as(sums)
 
 
-def product(peers: Peers, epilogue: str, M: int, weights: torch.Tensor) -> Outcome:
+def product(
+    peers: Peers, epilogue: str, M: int, weights: torch.Tensor, heads: tuple[int, int, int]
+) -> Outcome:
     copies, N, K = weights.shape
     x = random(M, K)
     y = torch.full((M, N), math.nan, device="cuda", dtype=torch.bfloat16)
-    if epilogue == "activate":
-        out = torch.full((M, N // 2), math.nan, device="cuda", dtype=torch.bfloat16)
-    else:
-        out = torch.full((M, N), math.nan, device="cuda")
-    if epilogue == "add":
-        out.normal_()
     sums = x.float() @ weights[0].float().t()
-    want = our_result(epilogue, sums, out)
+    our = Ours(epilogue, M, N, heads)
+    want = our.want(sums)
 
     def ours(i: int) -> torch.Tensor:
-        W = weights[i % copies]
-        peers.launch("peers_product", EPILOGUES[epilogue], M, N, K, x, W, out)
-        return out
+        return our.launch(peers, x, weights[i % copies])
 
     ways = peers.call("cublas_open", M, N, K) if peers.cublas else 0
 
@@ -167,7 +199,7 @@ def product(peers: Peers, epilogue: str, M: int, weights: torch.Tensor) -> Outco
 def products(peers: Peers, name: str) -> None:
     C, _, H, G, D, F, V = SHAPES[name]
     works = {
-        "qkv": ("store", (H + 2 * G) * D, C),
+        "qkv": ("heads", (H + 2 * G) * D, C),
         "out": ("add", C, H * D),
         "gate_up": ("activate", 2 * F, C),
         "down": ("add", C, F),
@@ -184,7 +216,7 @@ def products(peers: Peers, name: str) -> None:
             if work == "head" and M > HEAD_ROWS:
                 break
             try:
-                outcome = product(peers, epilogue, M, weights)
+                outcome = product(peers, epilogue, M, weights, (H, G, D))
             except RuntimeError as failure:
                 note(f"{name} {work} M {M} left out: {failure}")
                 continue

@@ -57,9 +57,14 @@ extern "C" int peers_open() {
     return outcome();
 }
 
-/* The epilogues of struct product: out is f32 [T, N], or of ACTIVATE bf16 [T, N/2]. */
+/* The epilogues of struct product, as a step of the engine has them. out: STORE and ADD f32 [T, N],
+ * ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T, D] of keys and as much of values, one after
+ * the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [256, T]. QKV: slots (zeros) and positions
+ * (0 to T - 1) i32 [T], rope f32 [T, 2, D/2]. */
 extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, int K, const void *in,
-                             const void *W, void *out) {
+                             const void *W, void *out, const float *gamma, void *next,
+                             float *squares, int H, int G, int D, const int32_t *slots,
+                             const int32_t *positions, const float *rope) {
     struct product p = {};
     p.epilogue = (enum epilogue)epilogue;
     p.dtype = BF16;
@@ -68,10 +73,17 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     p.K = K;
     p.W = W;
     p.in = in;
-    if (p.epilogue == EPILOGUE_ACTIVATE)
-        p.h = out;
-    else
-        p.y = (float *)out, p.y_stride = N;
+    p.y = (float *)out;
+    p.y_stride = N;
+    p.h = out;
+    p.gamma = gamma;
+    p.next = next;
+    p.next_squares = squares;
+    p.squares_stride = T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
+    __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
+    __nv_bfloat16 *const values = keys + (size_t)G * T * D;
+    p.heads = {out, keys, values, slots, positions, rope, H, G, D, T, D / 2};
+    if (!cuda_matmul_hopper_takes(&p)) return failed("product", "not of this shape");
     backend.stream = stream;
     cuda_matmul_hopper(&backend, &p);
     return outcome();

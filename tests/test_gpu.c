@@ -45,7 +45,7 @@ static void check_step(struct gpu *g, int T, int position, size_t every) {
     for (int path = 0; path < PATHS; path++) {
         struct step s = step_of(g, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4}, every);
         s.chained = path == CHAINED;
-        if (s.chained && (s.dtype == F32 || T > CUDA_FEW_ROWS)) continue;
+        if (s.chained && s.dtype == F32) continue;
         cuda_general_path(&g->device, path == GENERAL);
         gpu_reset(g);
         fill_cache(&s, 1, (size_t)position);
@@ -147,40 +147,49 @@ struct prompt {
     int T, position;
 };
 
-/* bf16, in slot 1 of two; on the device's own path alone. */
-static void check_prompt(struct prompt p, int classified, size_t every) {
+/* bf16, in slot 1 of two; on the device's own path, or that in a chain. tile: 0, or which one of
+ * cuda_tiles() all products of many rows take. */
+static void check_prompt(struct prompt p, int classified, size_t every, enum path path, int tile) {
     struct gpu g;
     gpu_open(&g, random_config(p.shape, BF16),
              (struct limits){p.position + p.T + p.T % 5, p.T + p.T % 3, 2, classified, 1, true});
     struct step s = step_of(&g, (struct rows){p.T, classified}, every);
+    s.chained = path == CHAINED;
+    cuda_one_tile(&g.device, tile);
     fill_cache(&s, 1, (size_t)p.position);
     gpu_put_all(&g);
     row_numbers(&s, 2)[0] = p.position; /* for the name; the device is told below */
-    name_step(&s, OWN);
+    name_step(&s, path);
     check_rows(&s, 1, p.position);
     check_operators(&s);
     gpu_close(&g);
 }
 
-/* Each tile of cuda_matmul_hopper.cu, in the table's order, as an H200 chooses it, for each of its
- * endings: x += (C wide), gate and up (2F), logits (V). Ragged in all dimensions. What changes the
- * choice has to move these widths. */
+/* Each tile of cuda_matmul_hopper.cu with all of its endings: heads, x += (C wide), gate and up (2F),
+ * logits (V). Ragged in all dimensions; the last prompt gives both warpgroups of a multiprocessor
+ * several tiles each. */
 static void prompts_on_every_tile(void) {
-    static const struct prompt tiles[] = {
-        {{440, 1, 2, 1, 64, 216, 433}, 1025, 0},      /* 64 x 64 */
-        {{584, 1, 3, 1, 80, 312, 669}, 1031, 65},     /* 64 x 96 */
-        {{776, 1, 4, 2, 96, 408, 885}, 1040, 0},      /* 64 x 128 */
-        {{1144, 1, 2, 2, 128, 520, 1333}, 1049, 3},   /* 64 x 192 */
-        {{1416, 1, 2, 1, 256, 744, 1561}, 1056, 0},   /* 64 x 224 */
-        {{3608, 1, 7, 1, 64, 1832, 3691}, 387, 500},  /* 128 x 112 */
-        {{1608, 1, 4, 1, 64, 808, 1661}, 1063, 0},    /* 128 x 128 */
-        {{1832, 1, 3, 3, 80, 1064, 2281}, 1070, 127}, /* 128 x 176 */
-        {{1704, 1, 8, 1, 64, 872, 1787}, 1079, 0},    /* 128 x 128, side by side */
-        {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1},   /* 128 x 176, side by side */
-        {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0},  /* 128 x 192; x += after attention alone */
-    };
-    for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i += quick ? 4 : 1)
-        check_prompt(tiles[i], tiles[i].T, 7);
+    static const struct prompt small = {{440, 1, 6, 2, 64, 216, 433}, 77, 3},
+                               middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65},
+                               large = {{1608, 1, 27, 9, 64, 2104, 1000}, 2100, 0};
+    for (int tile = 1; tile <= cuda_tiles(); tile++) {
+        check_prompt(small, 70, 1, OWN, tile);
+        check_prompt(small, 70, 1, CHAINED, tile);
+        if (quick && tile % 4) continue;
+        check_prompt(middle, 130, 7, CHAINED, tile);
+        check_prompt(large, 66, 29, CHAINED, tile);
+    }
+}
+
+/* Prompts as the engine chooses, with heads that do not turn in the product's ending. */
+static void prompts_of_any_width(void) {
+    static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65},
+                                            {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3},
+                                            {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1},
+                                            {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0}};
+    for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i += quick ? 3 : 1)
+        for (int path = OWN; path <= CHAINED; path += CHAINED - OWN)
+            check_prompt(prompts[i], 7, 11, (enum path)path, 0);
 }
 
 /* Attention of prompts: every size and grouping of heads. Then so many rows and heads that an
@@ -193,7 +202,7 @@ static void prompts_of_every_head(void) {
             const int G = 1 + (d + r) % 3, T = lengths[(d + r) % 5],
                       start = starts[(d + 2 * r) % 5];
             const struct shape shape = {24, 1, ratios[r] * G, G, sizes[d], 16, 9};
-            check_prompt((struct prompt){shape, T, start}, 1, 1);
+            check_prompt((struct prompt){shape, T, start}, 1, 1, OWN, 0);
         }
     static const struct prompt large[] = {
         /* two consumers */
@@ -207,7 +216,7 @@ static void prompts_of_every_head(void) {
         {{24, 1, 136, 34, 128, 16, 9}, 385, 150},
     };
     for (size_t i = 0; i < sizeof large / sizeof *large; i += quick ? 4 : 1)
-        check_prompt(large[i], 1, 1);
+        check_prompt(large[i], 1, 1, OWN, 0);
 }
 
 /* ---- rows that differ ---- */
@@ -381,6 +390,7 @@ static const struct {
     {"operators_after_long_caches", operators_after_long_caches},
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
     {"prompts_on_every_tile", prompts_on_every_tile},
+    {"prompts_of_any_width", prompts_of_any_width},
     {"prompts_of_every_head", prompts_of_every_head},
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
