@@ -160,8 +160,16 @@ static int start_engine(struct run *r, struct limits limits, struct error *error
     limits.threads = limits.device ? 1 : choose_threads(&r->options);
     e->plan.limits = limits; /* open reads the number of threads */
     code = e->ops->open(e, error);
+    const bool any_chunk = limits.chunk == 0;
+    if (any_chunk) {
+        struct limits shortest = limits;
+        shortest.context = 1;
+        limits.chunk = plan_chunk(e->config, weight_bytes, shortest, SIZE_MAX);
+    }
     if (!code) code = choose_context(r, &limits, error);
     if (code) return code;
+    if (any_chunk) /* a context that was asked for may leave less room */
+        limits.chunk = plan_chunk(e->config, weight_bytes, limits, e->ops->free_memory(e));
     if (limits.chunk > limits.context) limits.chunk = limits.context;
     if (limits.classified > limits.chunk) limits.classified = limits.chunk;
     code = plan_make(&e->plan, e->config, weight_bytes, limits, error);
@@ -332,7 +340,8 @@ static int write_logits(struct run *r, int rows, struct error *error) {
 
 /* --logits: every position of the prompt, teacher-forced. */
 static int logits(struct run *r, struct error *error) {
-    const int count = (int)r->prompt.count, chunk = r->options.chunk;
+    enum { CHUNK = 512 }; /* logits of so many rows are kept */
+    const int count = (int)r->prompt.count, chunk = r->options.chunk ? r->options.chunk : CHUNK;
     struct limits limits = {.context = r->options.context ? r->options.context : count,
                             .chunk = chunk,
                             .slots = 1,

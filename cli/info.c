@@ -66,6 +66,7 @@ static void print_tensors(const struct model_file *file) {
 void info_print(const struct model_file *file, const struct tokenizer *tokenizer,
                 struct limits limits) {
     const struct config *c = &file->config;
+    const uint64_t weight_bytes = file->file_bytes - file->head_bytes;
     print_config(c);
     print_tokens(c, tokenizer);
     print_tensors(file);
@@ -74,11 +75,13 @@ void info_print(const struct model_file *file, const struct tokenizer *tokenizer
         struct plan plan;
         struct error ignored = {0};
         limits.context = context < c->context ? context : c->context;
-        limits.chunk = limits.chunk < limits.context ? limits.chunk : limits.context;
         printf("  %-8d", limits.context);
         for (int device = 0; device < 2; device++) {
-            limits.device = device;
-            if (plan_make(&plan, c, file->file_bytes - file->head_bytes, limits, &ignored)) break;
+            struct limits own = limits;
+            own.device = device;
+            if (!own.chunk) own.chunk = plan_chunk(c, weight_bytes, own, SIZE_MAX);
+            own.chunk = own.chunk < own.context ? own.chunk : own.context;
+            if (plan_make(&plan, c, weight_bytes, own, &ignored)) break;
             printf(" %10.1f MB", (double)plan.bytes * 1e-6);
         }
         puts("");

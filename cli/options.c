@@ -87,7 +87,8 @@ static const struct option table[] = {
      "auto (a GPU where one can be used, else the CPU), cpu, cuda or cuda:N"},
     {INTEGER, "", "threads", TO(threads), "0", 0, 1024, "N",
      "0: OMP_NUM_THREADS, else the cores this process may use"},
-    {INTEGER, "", "chunk", TO(chunk), "512", 1, 65536, "N", "prompt tokens of one step"},
+    {INTEGER, "", "chunk", TO(chunk), "0", 0, 65536, "N",
+     "prompt tokens of one step; 0: 512, on a GPU up to 8192"},
     {FLAG, "", "quiet", TO(quiet), NULL, 0, 0, "", "nothing on stderr but errors"},
     {FLAG, "", "verbose", TO(verbose), NULL, 0, 0, "", "say more on stderr"},
 };

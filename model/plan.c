@@ -82,6 +82,23 @@ int plan_make(struct plan *plan, const struct config *config, uint64_t weight_by
     return 0;
 }
 
+int plan_chunk(const struct config *config, uint64_t weight_bytes, struct limits limits,
+               size_t bytes) {
+    enum { LEAST = 512, MOST = 8192 };
+    const size_t most_of_rows = (size_t)1 << 30;
+    for (int chunk = limits.device ? MOST : LEAST; chunk > LEAST; chunk /= 2) {
+        struct plan one = {0}, all = {0};
+        struct error ignored = {0};
+        limits.chunk = 1;
+        if (plan_make(&one, config, weight_bytes, limits, &ignored)) break;
+        limits.chunk = chunk;
+        if (!plan_make(&all, config, weight_bytes, limits, &ignored) && all.bytes <= bytes &&
+            all.bytes - one.bytes <= most_of_rows)
+            return chunk;
+    }
+    return LEAST;
+}
+
 int plan_largest_context(const struct config *config, uint64_t weight_bytes, struct limits limits,
                          size_t bytes) {
     int fits = 0, too_long = limits.context + 1;

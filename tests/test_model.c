@@ -295,6 +295,35 @@ static void test_plan_largest_context(void **state) {
     assert_int_equal(plan_largest_context(&c, 1 << 20, limits, 1 << 20), 0);
 }
 
+/* The rows of this model take 20 KB each on a device; with a feed-forward 32 times as wide 210 KB, so
+ * that 4096 of them fit into 1 GiB. */
+static void test_plan_chunk(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {8192, 0, 1, 1, 2, false};
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, SIZE_MAX), 512);
+    limits.device = true;
+    const int most = plan_chunk(&c, 1 << 20, limits, SIZE_MAX);
+    for (int chunk = most; chunk >= 512; chunk /= 2) {
+        limits.chunk = chunk;
+        assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+        assert_int_equal(plan_chunk(&c, 1 << 20, limits, plan.bytes), chunk);
+    }
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, 0), 512); /* allocate says what is missing */
+    c.ffn *= 32;
+    const int fewer = plan_chunk(&c, 1 << 20, limits, SIZE_MAX);
+    assert_int_equal(most, 8192);
+    assert_int_equal(fewer, 4096);
+    limits.chunk = 2 * fewer;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    const size_t too_much = plan.bytes;
+    limits.chunk = 1;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_true(too_much - plan.bytes > (size_t)1 << 30);
+}
+
 static void test_plan_too_large(void **state) {
     (void)state;
     struct config c = plan_config();
@@ -475,6 +504,7 @@ int main(void) {
         cmocka_unit_test(test_plan_regions),
         cmocka_unit_test(test_plan_for_a_device),
         cmocka_unit_test(test_plan_largest_context),
+        cmocka_unit_test(test_plan_chunk),
         cmocka_unit_test(test_plan_too_large),
         cmocka_unit_test(test_greedy),
         cmocka_unit_test(test_logits_that_are_no_numbers),

@@ -342,7 +342,7 @@ def test_signals_end_between_tokens(bf16, number, code):
         ["model.bin", "--bos", "maybe"],
         ["model.bin", "-p", "a", "-f", "b"],
         ["model.bin", "--bench", "--info"],
-        ["model.bin", "--chunk", "0"],
+        ["model.bin", "--chunk", "65537"],
     ],
 )
 def test_usage_errors(arguments):
