@@ -47,9 +47,9 @@ enum {
     /* Rows up to which products on sm_90 have them as the narrow side of the tensor cores' products
      * and W as the 64-row side. */
     CUDA_FEW_ROWS = 64,
-    /* Parts of a row's sum of squares, at most: up to CUDA_FEW_ROWS rows the blocks that write x, one a
-     * multiprocessor (sm_90 has 144 at most); with more the tiles beside each other, of so many columns
-     * at least. */
+    /* Parts of a row's sum of squares. Up to CUDA_FEW_ROWS rows one a block, at most CUDA_SQUARES (sm_90
+     * has 144 multiprocessors at most); with more one a tile along the columns, of which a tile has
+     * CUDA_LEAST_TILE at least. */
     CUDA_SQUARES = 256,
     CUDA_LEAST_TILE = 64,
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */

@@ -38,15 +38,12 @@ static bool prepares(const struct engine *e, int T) {
     return has_wgmma(e) && !streams(e, T);
 }
 
-/* From one part of the sums of squares to the next, in a step of T rows. */
-static int squares_stride(int T) {
-    return T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
-}
-
 static void multiply(const struct engine *e, const struct product *p) {
     struct cuda_backend *b = backend_of(e);
     if (has_wgmma(e) && cuda_matmul_hopper_takes(p))
         cuda_matmul_hopper(b, p);
+    else if (p->squares || p->gamma)
+        cuda_failed(b, "multiply: a norm that no kernel here takes part in", cudaErrorInvalidValue);
     else if (p->T <= CUDA_MATVEC_ROWS)
         cuda_matvec(b, p);
     else if (p->dtype == F32)
@@ -67,7 +64,7 @@ static struct product product_of_norm(struct engine *e, const float *gamma, int 
     p.K = e->config->width;
     p.W = W;
     p.in = engine_region(e, REGION_PANELS);
-    if (b->normed.gamma == gamma) {
+    if (b->normed.gamma == gamma && first + T <= b->normed.rows) {
         p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
         p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
         p.parts = b->normed.parts;
@@ -103,8 +100,9 @@ static void cuda_set_rows(struct engine *e, const int32_t *tokens, int count, in
 static void cuda_embed(struct engine *e, struct rows rows) {
     struct cuda_backend *b = backend_of(e);
     b->normed.gamma = prepares(e, rows.count) ? e->layer[0].norm_attention : NULL;
+    b->normed.rows = rows.count;
     b->normed.parts = 1;
-    b->normed.stride = squares_stride(rows.count);
+    b->normed.stride = cuda_squares_stride(rows.count);
     cuda_embed_rows(e, rows, b->normed.gamma);
 }
 
@@ -195,8 +193,9 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
         p.gamma = norm_after(e, layer, which);
         p.next = engine_region(e, REGION_PANELS);
         p.next_squares = (float *)engine_region(e, REGION_SQUARES);
-        p.squares_stride = squares_stride(rows.count);
+        p.squares_stride = cuda_squares_stride(rows.count);
         b->normed.gamma = p.gamma;
+        b->normed.rows = rows.count;
         b->normed.parts = cuda_matmul_hopper_parts(b, &p);
         b->normed.stride = p.squares_stride;
     }

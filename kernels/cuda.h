@@ -27,7 +27,7 @@ struct cuda_backend {
      * NULL: nothing. */
     struct {
         const float *gamma;
-        int parts, stride; /* from one part to the next */
+        int rows, parts, stride; /* stride: from one part to the next */
     } normed;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     int tile;           /* of products of many rows, where tests ask for one (cuda_test.h) */
@@ -145,7 +145,8 @@ struct heads {
     int H, G, D, S, half;             /* dimension j < half turns with j + half */
 };
 
-/* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any. */
+/* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any; on
+ * sm_90 as cuda_matmul_hopper_takes says. */
 struct product {
     enum epilogue epilogue;
     enum dtype dtype; /* m */
@@ -177,6 +178,10 @@ void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 /* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to CUDA_FEW_ROWS rows. */
 bool cuda_matmul_hopper_takes(const struct product *p);
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
+/* Of parts of the sums of squares, in a step of T rows. */
+inline int cuda_squares_stride(int T) {
+    return T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
+}
 /* Parts of a row's sum of squares that this ADD leaves in next_squares. */
 int cuda_matmul_hopper_parts(const struct cuda_backend *b, const struct product *p);
 

@@ -10,6 +10,8 @@
 
 #include <climits>
 
+namespace {
+
 /* ---- shared memory by address ---- */
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
@@ -281,5 +283,7 @@ template <class C> __device__ __forceinline__ void clean(const memory &at, contr
         barrier_arrive(shared_address(&c.queries_empty[place]));
     }
 }
+
+} // namespace
 
 #endif

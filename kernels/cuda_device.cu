@@ -151,7 +151,15 @@ void cuda_general_path(struct engine *e, bool on) {
 }
 
 void cuda_one_tile(struct engine *e, int tile) {
-    backend_of(e)->tile = tile;
+    struct cuda_backend *b = backend_of(e);
+    if (tile < 0 || tile > cuda_tiles()) cuda_failed(b, "cuda_one_tile", cudaErrorInvalidValue);
+    b->tile = b->error.code ? 0 : tile;
+}
+
+int cuda_parts_of_squares(const struct engine *e, int *stride) {
+    const struct cuda_backend *b = backend_of(e);
+    *stride = b->normed.stride;
+    return b->normed.gamma ? b->normed.parts : 0;
 }
 
 int cuda_capability(const struct engine *e) {

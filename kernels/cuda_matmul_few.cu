@@ -296,37 +296,13 @@ deal deal_for(const struct cuda_backend *b, const struct product &p) {
     return d;
 }
 
-/* W as [K, 8, 2, octets, heads]: pairs of rows that lie `apart` rows from each other. A box: 64 of
- * K, an octet of the pairs of so many heads. */
-bool heads_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p, int apart,
-               int box_heads) {
-    const uint64_t row = (uint64_t)p.K * 2; /* bytes */
-    struct tensor_view t = {};
-    t.start = p.W;
-    t.rank = 5;
-    t.size[0] = (uint64_t)p.K;
-    t.size[1] = 8;
-    t.size[2] = 2;
-    t.size[3] = (uint64_t)(p.heads.D / PAIRED);
-    t.size[4] = (uint64_t)(p.heads.H + 2 * p.heads.G);
-    t.stride[1] = row;
-    t.stride[2] = (uint64_t)apart * row;
-    t.stride[3] = (apart > 8 ? 8 : (uint64_t)PAIRED) * row;
-    t.stride[4] = (uint64_t)p.heads.D * row;
-    t.box[0] = PANEL_DEPTH;
-    t.box[1] = 8;
-    t.box[2] = 2;
-    t.box[3] = 1;
-    t.box[4] = (uint32_t)box_heads;
-    return cuda_tensor_map(b, map, &t);
-}
-
 /* The two boxes by which ask_for_weights has a tile. */
 bool weight_maps(struct cuda_backend *b, CUtensorMap map[2], const struct product &p,
                  const deal &d) {
     if (p.epilogue == EPILOGUE_QKV)
-        return heads_map(b, &map[0], p, std::max(p.heads.half, 8), d.units / PAIRED) &&
-               heads_map(b, &map[1], p, 8, d.units / PAIRED);
+        return cuda_heads_map(b, &map[0], p, PAIRED / 2, std::max(p.heads.half, 8),
+                              d.units / PAIRED) &&
+               cuda_heads_map(b, &map[1], p, PAIRED / 2, 8, d.units / PAIRED);
     return cuda_weight_map(b, &map[0], p, d.units) &&
            cuda_weight_map(b, &map[1], p, std::max(d.units - d.group, d.group));
 }

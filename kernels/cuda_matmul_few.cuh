@@ -13,6 +13,8 @@
 #include "kernels/cuda.h"
 #include "kernels/cuda_wgmma.cuh"
 
+namespace {
+
 enum { FEW_CONSUMERS = 128 }; /* threads: a warpgroup */
 
 /* Rows of W of an octet of pairs (QKV): 8 dimensions of a head and the 8 that turn with them, so
@@ -208,5 +210,7 @@ __device__ __forceinline__ void leave_squares(const product &p, float (&squares)
     for (const float(&of_warp)[ROWS] : facts.squares) sum += of_warp[thread];
     p.next_squares[(size_t)blockIdx.x * p.squares_stride + thread] = sum;
 }
+
+} // namespace
 
 #endif

@@ -136,7 +136,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
     if (schedule.steps <= refilled) release(ring, last, rank);
 }
 
-/* threadIdx.x, read anew: what follows from it needs no register from tile to tile. */
+/* threadIdx.x, read anew for each tile, so that what is computed from it holds no register during the
+ * products. */
 __device__ __forceinline__ int thread_again() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -208,10 +209,10 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  *           and K's end arrive as zeros; nothing past T and N is stored. A row's sum of squares: by
  *           thread over the tile's columns, over four lanes, over the tiles by the next product.
  * Barriers  struct ring; TURN. Of the cluster, first: the barriers are ready | the other block
- *           signals them; last: the other one has sent its last bytes | this one ends.
+ *           signals them; last: what this block has sent has landed in the other | this one ends.
  * Order     W is asked for before the inputs are waited for, rows, scale and residual after.
- * Form      results go from registers to memory, whole 32-byte sectors at a time, since y has any
- *           stride; the other warpgroup's products hide it. */
+ * Form      results go from registers to memory, 32 bytes of a row at a time, since y has any stride:
+ *           whole sectors but for h of tiles 112 and 176. The other warpgroup's products hide it. */
 template <class S, enum epilogue E>
 __global__ void __launch_bounds__(THREADS, 1)
     matmul_wgmma(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap W,
@@ -278,15 +279,15 @@ template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form
 
 constexpr form forms[] = {
     /* 65 to 256 rows, which wait for W: clusters enough to ask for it without cutting K. N x T =
-     * 4096 x 128 and 6144 x 128 are 128 tiles of the first two, 4096 x 256 and 6144 x 256 of the
-     * next, 28672 x 128 twice as many of the last. */
+     * 4096 x 128 are 128 tiles of the first, 3072 x 256 as many of the second, 4096 x 256 of the
+     * third, 6144 x 256 of the fourth, and 28672 x 128 twice as many of the last. */
     form_of<64, 64>(),
     form_of<64, 96>(),
     form_of<64, 128>(),
     form_of<64, 192>(),
     form_of<64, 224>(),
-    /* More rows, by how they fill the last wave: 28672 x 256 are 512 tiles of 112; 128 for 4096;
-     * 176 and 192 give L2 the least to do and the tensor cores the longest runs. */
+    /* More rows, by how they fill the last wave: 128 for 4096; 176 and 192 give L2 the least to do
+     * and the tensor cores the longest runs. */
     form_of<128, 112>(),
     form_of<128, 128>(),
     form_of<128, 176>(),
@@ -343,30 +344,6 @@ const form &choose(const struct cuda_backend *b, const struct product *p) {
     return *best;
 }
 
-/* W as [K, SPAN, 2, D/2 / SPAN, heads], D/2 rows from one of a pair to the other. A box: 64 of K, and of
- * so many heads the same pairs. */
-bool heads_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p, int box_heads) {
-    const uint64_t row = (uint64_t)p.K * 2; /* bytes */
-    struct tensor_view t = {};
-    t.start = p.W;
-    t.rank = 5;
-    t.size[0] = (uint64_t)p.K;
-    t.size[1] = SPAN;
-    t.size[2] = 2;
-    t.size[3] = (uint64_t)(p.heads.half / SPAN);
-    t.size[4] = (uint64_t)(p.heads.H + 2 * p.heads.G);
-    t.stride[1] = row;
-    t.stride[2] = (uint64_t)p.heads.half * row;
-    t.stride[3] = SPAN * row;
-    t.stride[4] = (uint64_t)p.heads.D * row;
-    t.box[0] = PANEL_DEPTH;
-    t.box[1] = SPAN;
-    t.box[2] = 2;
-    t.box[3] = 1;
-    t.box[4] = (uint32_t)box_heads;
-    return cuda_tensor_map(b, map, &t);
-}
-
 } // namespace
 
 /* Rows of an epilogue that the kernels here have no form for. */
@@ -413,7 +390,8 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     const form &form = choose(b, p);
     const schedule schedule = schedule_for(b, p, form);
     CUtensorMap in, W;
-    const bool mapped = p->epilogue == EPILOGUE_QKV ? heads_map(b, &W, *p, form.heads / form.below)
+    const bool mapped = p->epilogue == EPILOGUE_QKV ? cuda_heads_map(b, &W, *p, SPAN, p->heads.half,
+                                                                     form.heads / form.below)
                                                     : cuda_weight_map(b, &W, *p, form.tile_n / 2);
     if (mapped && cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside))
         cuda_launch_clusters(b, "matmul_wgmma", form.kernels[p->epilogue],

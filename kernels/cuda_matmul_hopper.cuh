@@ -10,6 +10,8 @@
 #include "kernels/cuda_matmul_hopper.h"
 #include "kernels/cuda_wgmma.cuh"
 
+namespace {
+
 /* ---- tiles ---- */
 
 enum {
@@ -51,6 +53,8 @@ template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
     /* Warps that must have read a stage before it is filled again, of both blocks. */
     static constexpr int READERS = CLUSTER * (TOGETHER ? 8 : 4);
     static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
+    static_assert(N >= CUDA_LEAST_TILE,
+                  "REGION_SQUARES (model/plan.c) has room for every tile's part");
     static_assert(STAGES >= 3 && 2 * 8 * STAGES <= BARRIER_BYTES, "the ring and its barriers fit");
 };
 
@@ -107,7 +111,7 @@ __device__ __forceinline__ float factor_of(const product &p, int row) {
 /* ---- what follows a product ----
  *
  * Of rows t and t + 8, called half 0 and 1, a thread has two neighbouring sums in each octet of the
- * tile's columns (cuda_wgmma.cuh). Results go from registers to memory in whole sectors of 32 bytes. */
+ * tile's columns (cuda_wgmma.cuh). */
 
 /* bf16 of two octets: lanes pass each other pairs, so that each has four neighbouring columns, even
  * lanes of the first octet and odd ones of the second. Where they begin, from the first octet on. */
@@ -284,9 +288,9 @@ struct row_turn {
 #pragma unroll
         for (int octet = 0; octet < 2; octet++) {
             const bool turns = inside && h.rope;
-            cosines[octet] = turns ? __ldcg((const float2 *)(from + 8 * octet)) : float2{1, 1};
-            sines[octet] =
-                turns ? __ldcg((const float2 *)(from + h.half + 8 * octet)) : float2{0, 0};
+            const float2 none = {0, 0};
+            cosines[octet] = turns ? __ldcg((const float2 *)(from + 8 * octet)) : none;
+            sines[octet] = turns ? __ldcg((const float2 *)(from + h.half + 8 * octet)) : none;
         }
         place = 0;
         if (!inside) return;
@@ -312,7 +316,7 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
         for (int i = 0; i < S::HEADS; i++) {
             const int head = tile.head + i;
             if (head >= h.H + 2 * h.G) break;
-            const bool query = head < h.H, value = head >= h.H + h.G;
+            const bool query = head < h.H, value = head >= h.H + h.G, still = value || !h.rope;
             const int g = head - h.H - (value ? h.G : 0); /* of what is no query */
             uint32_t low[2], high[2];
 #pragma unroll
@@ -323,8 +327,8 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
                 const float2 c = turn.cosines[octet], s = turn.sines[octet];
                 const float2 x = {a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y};
                 const float2 y = {b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y};
-                low[octet] = value ? pack_halves(a.x, a.y) : pack_halves(x.x, x.y);
-                high[octet] = value ? pack_halves(b.x, b.y) : pack_halves(y.x, y.y);
+                low[octet] = still ? pack_halves(a.x, a.y) : pack_halves(x.x, x.y);
+                high[octet] = still ? pack_halves(b.x, b.y) : pack_halves(y.x, y.y);
             }
             bf16 *const to =
                 query ? (bf16 *)h.q + ((size_t)row * h.H + head) * h.D
@@ -335,5 +339,7 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
         }
     }
 }
+
+} // namespace
 
 #endif

@@ -9,7 +9,7 @@ __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
 
-/* Up to CUDA_FEW_ROWS rows; and cuda_matmul_hopper_parts of them. */
+/* Up to CUDA_FEW_ROWS rows; and the parts of a row's sum of squares that its ADD leaves. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
 int cuda_matmul_few_parts(const struct cuda_backend *b, int N);
 
@@ -28,6 +28,31 @@ inline bool cuda_weight_map(struct cuda_backend *b, CUtensorMap *map, const stru
     t.box[0] = 64;
     t.box[1] = (uint32_t)box_units;
     t.box[2] = 1;
+    return cuda_tensor_map(b, map, &t);
+}
+
+/* W as [K, span, 2, D / (2 span), heads]: span rows of a head, and as many that lie `apart` rows from
+ * them. A box: 64 of K, one such piece of so many heads. */
+inline bool cuda_heads_map(struct cuda_backend *b, CUtensorMap *map, const struct product &p,
+                           int span, int apart, int box_heads) {
+    const uint64_t row = (uint64_t)p.K * 2; /* bytes */
+    struct tensor_view t = {};
+    t.start = p.W;
+    t.rank = 5;
+    t.size[0] = (uint64_t)p.K;
+    t.size[1] = (uint64_t)span;
+    t.size[2] = 2;
+    t.size[3] = (uint64_t)(p.heads.D / (2 * span));
+    t.size[4] = (uint64_t)(p.heads.H + 2 * p.heads.G);
+    t.stride[1] = row;
+    t.stride[2] = (uint64_t)apart * row;
+    t.stride[3] = (uint64_t)(apart > span ? span : 2 * span) * row;
+    t.stride[4] = (uint64_t)p.heads.D * row;
+    t.box[0] = 64;
+    t.box[1] = (uint32_t)span;
+    t.box[2] = 2;
+    t.box[3] = 1;
+    t.box[4] = (uint32_t)box_heads;
     return cuda_tensor_map(b, map, &t);
 }
 

@@ -15,6 +15,9 @@ void cuda_general_path(struct engine *e, bool on);
  * so many, where it has a form for what follows the product; 0: the engine chooses. */
 int cuda_tiles(void);
 void cuda_one_tile(struct engine *e, int tile);
+/* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,
+ * *stride]; 0: none. */
+int cuda_parts_of_squares(const struct engine *e, int *stride);
 /* The device's compute capability: 90 for 9.0. */
 int cuda_capability(const struct engine *e);
 /* Copy between the host and the engine's arena; wait for it. Failures are the backend's: finish tells. */

@@ -263,7 +263,8 @@ __device__ __forceinline__ void cluster_sync() {
                      : "memory");
 }
 /* barrier_arrive at the same address in another block of the cluster. Relaxed: for a stage that was
- * only read; the release form is a GPU-wide fence each time (1.6 to 2 times slower products). */
+ * only read, by products that wgmma_wait has seen end; the release form is a GPU-wide fence each time
+ * (1.6 to 2 times slower products). */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"

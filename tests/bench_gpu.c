@@ -395,6 +395,9 @@ static void bench_operator(struct bench *b, enum operator o, int T, int context)
     snprintf(r.test, sizeof r.test, "%s, T %d after %d", names[o], T, context);
     r.bytes = bytes_of(&b->config, o, T, context);
     r.flops = flops_of(&b->config, o, T, context);
+    const bool normed = o == QKV || o == GATE_UP || o == CLASSIFY;
+    if (normed && T > 1) /* in a step of Hopper's own path whoever wrote x has prepared it */
+        snprintf(r.note, sizeof r.note, "and its norm");
     if (r.bytes * (o == CLASSIFY ? 1 : layers) < L2_BYTES)
         snprintf(r.note, sizeof r.note, "stays in L2");
     keep(r);

@@ -1,16 +1,34 @@
 """Contests on one GPU, for bench_peers.py: who takes part, the race, and lines of the tables."""
 
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = Path(os.environ.get("ROOFLINE_BUILD", ROOT / "build"))
+
+# C, L, H, G, D, F, V
+SHAPES = {
+    "1b": (2048, 16, 32, 8, 64, 8192, 128256),
+    "3b": (3072, 28, 24, 8, 128, 8192, 128256),
+    "8b": (4096, 32, 32, 8, 128, 14336, 128256),
+}
 ROUNDS, HEAT_ROUNDS = 9, 3
 BURST_SECONDS = 2e-3  # at least, about
 TOLERANCE = 0.02  # of a row's largest value; bf16 rounds by 0.004
+
+wrong = []  # what gave a wrong result
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
 
 # ---- lines ----
 
@@ -77,6 +95,7 @@ def is_right(work: str, contestant: Contestant, error_of: Callable[[torch.Tensor
     if error <= TOLERANCE:
         return True
     note(f"{work}: {contestant.name} is WRONG: error {error:.3g} of a row's largest value")
+    wrong.append(f"{work}, {contestant.name}")
     return False
 
 

@@ -108,6 +108,22 @@ static inline void end(struct step *s, const char *what, enum region region, enu
     free(got);
 }
 
+/* A case, where the operator has prepared the norm after it: the sums of squares of x as it is now.
+ * What else it has prepared shows in the next operator of a chain. */
+static inline void check_squares(const struct step *s, const char *what) {
+    int stride = 0, wrong = 0;
+    const int parts = cuda_parts_of_squares(&s->g->device, &stride);
+    const float *x = is_now(s, REGION_X), *squares = is_now(s, REGION_SQUARES);
+    if (!parts) return;
+    for (size_t t = 0; t < s->T; t++) {
+        double right = 0, got = 0;
+        for (size_t c = 0; c < s->C; c++) right += (double)x[t * s->C + c] * x[t * s->C + c];
+        for (int p = 0; p < parts; p++) got += squares[(size_t)p * (size_t)stride + t];
+        wrong += !(fabs(got - right) <= 1e-5 * right);
+    }
+    check(!wrong, "%s: %s: the sums of squares of %d rows are wrong", s->name, what, wrong);
+}
+
 /* ---- embed ---- */
 
 static inline void check_embed(struct step *s) {
@@ -139,6 +155,7 @@ static inline void check_embed(struct step *s) {
                 tolerance_of(turn, s->T * s->D, 0, F32, false));
         gpu_allow(g, turns, s->T * s->D * sizeof *turns);
         end(s, "embed", REGION_X, F32, x, s->T, s->C, tolerance_of(x, s->T * s->C, 0, F32, false));
+        check_squares(s, "embed");
     }
     free(x);
     free(turn);
@@ -258,6 +275,7 @@ static inline void check_project(struct step *s, int layer, enum projection whic
                 (struct columns){s->C, s->C, s->every});
         end(s, name, REGION_X, F32, x, s->T, s->C,
             tolerance_of(x, s->T * s->C, K, s->dtype, false));
+        check_squares(s, name);
         free(in);
     }
     free(x);

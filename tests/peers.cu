@@ -59,8 +59,8 @@ extern "C" int peers_open() {
 
 /* The epilogues of struct product, as a step of the engine has them. out: STORE and ADD f32 [T, N],
  * ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T, D] of keys and as much of values, one after
- * the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [256, T]. QKV: slots (zeros) and positions
- * (0 to T - 1) i32 [T], rope f32 [T, 2, D/2]. */
+ * the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [max(256, N/64 + 2), max(T, 64)]. QKV:
+ * slots (zeros) and positions (0 to T - 1) i32 [T], rope f32 [T, 2, D/2]. */
 extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, int K, const void *in,
                              const void *W, void *out, const float *gamma, void *next,
                              float *squares, int H, int G, int D, const int32_t *slots,
@@ -79,7 +79,7 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     p.gamma = gamma;
     p.next = next;
     p.next_squares = squares;
-    p.squares_stride = T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
+    p.squares_stride = cuda_squares_stride(T);
     __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
     __nv_bfloat16 *const values = keys + (size_t)G * T * D;
     p.heads = {out, keys, values, slots, positions, rope, H, G, D, T, D / 2};
