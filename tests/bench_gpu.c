@@ -3,7 +3,7 @@
  *   bench_gpu [SmolLM2-135M|1B|3B|8B ...] [--decode] [--steps] [--prefill] [--operators]
  *
  * Without names all models, without flags all of it. A share is of the roof (ops->roof) measured in the
- * same run: of reading for steps of up to 16 rows, of multiply-adds (mma.sync) above. Bytes are those of
+ * same run: of reading for steps of up to 64 rows, of multiply-adds (mma.sync) above. Bytes are those of
  * weights, once a step, and of the cache. */
 #define _POSIX_C_SOURCE 200809L
 #include "cli/seconds.h"
@@ -279,17 +279,23 @@ static void bench_decode(struct bench *b) {
 
 /* ---- steps of several rows ---- */
 
+/* Around every change of kernels (kernels/config.h). */
 static void bench_steps(struct bench *b) {
+    static const int rows[] = {1,  2,  4,   8,   16,  17,  24,  32,  48,  64, 65,
+                               96, 97, 128, 129, 192, 193, 256, 257, 384, 512};
     enum { AFTER = 1000 };
     double one = 0;
-    for (int T = 1; T <= CUDA_GRAPH_ROWS; T *= 2) {
-        struct result r = {.model = b->model, .tokens = T, .roof = b->roof, .bytes_bind = true};
+    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
+        const int T = rows[i], classified = T < CUDA_GRAPH_ROWS ? T : CUDA_GRAPH_ROWS;
+        struct result r = {
+            .model = b->model, .tokens = T, .roof = b->roof, .bytes_bind = T <= CUDA_FEW_ROWS};
         b->engine.ops->set_rows(&b->engine, b->tokens, T, 0, AFTER);
-        r.seconds = seconds_of_step(&b->engine, (struct rows){T, T}, LAUNCHES, forward);
+        r.seconds = seconds_of_step(&b->engine, (struct rows){T, classified},
+                                    T > CUDA_GRAPH_ROWS ? 4 : LAUNCHES, forward);
         if (T == 1) one = r.seconds;
         snprintf(r.test, sizeof r.test, "step of %d after %d", T, AFTER);
         snprintf(r.note, sizeof r.note, "%.2f times one row", r.seconds / one);
-        step_work(&b->config, T, T, AFTER, &r);
+        step_work(&b->config, T, classified, AFTER, &r);
         keep(r);
     }
 }
