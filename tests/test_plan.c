@@ -1,0 +1,124 @@
+/* model/plan: every size of a run. */
+#include "model/plan.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+static struct config plan_config(void) {
+    return (struct config){.width = 576,
+                           .layers = 30,
+                           .heads = 9,
+                           .kv_heads = 3,
+                           .head_dim = 64,
+                           .ffn = 1536,
+                           .vocab = 49152,
+                           .context = 8192,
+                           .rotary_dims = 64,
+                           .rope_tables = 1};
+}
+
+static void test_plan_regions(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {1001, 512, 2, 3, 2, false};
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_int_equal(plan.region[REGION_KEYS].bytes, 4UL * 30 * 2 * 3 * 1008 * 64);
+    assert_int_equal(plan.region[REGION_VALUES].bytes, 4UL * 30 * 2 * 3 * 1001 * 64);
+    assert_int_equal(plan.region[REGION_LOGITS].bytes, 4UL * 3 * 49152);
+    for (int r = 0; r + 1 < REGIONS; r++) {
+        assert_int_equal(plan.region[r].offset % PLAN_ALIGN, 0);
+        assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);
+    }
+    assert_true(plan.region[REGIONS - 1].offset + plan.region[REGIONS - 1].bytes <= plan.bytes);
+}
+
+/* What a plan for a GPU holds: the cache in the weights' dtype, no CPU buffers. */
+static void test_plan_for_a_device(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {1001, 512, 2, 3, 2, true};
+    for (enum dtype m = F32; m <= BF16; m++) {
+        c.weight_dtype = m;
+        assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+        assert_int_equal(plan.region[REGION_KEYS].bytes, dtype_size(m) * 30 * 2 * 3 * 1001 * 64);
+        assert_int_equal(plan.region[REGION_VALUES].bytes, plan.region[REGION_KEYS].bytes);
+        assert_int_equal(plan.region[REGION_Q].bytes, dtype_size(m) * 512 * 9 * 64);
+        assert_int_equal(plan.region[REGION_THREADS].bytes, 0);
+        for (int r = 0; r + 1 < REGIONS; r++)
+            assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);
+    }
+}
+
+static void test_plan_largest_context(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {8192, 512, 1, 1, 2, false};
+    for (int context = 1; context <= 8192; context += 511) {
+        limits.context = context;
+        assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+        limits.context = 8192;
+        int fits = plan_largest_context(&c, 1 << 20, limits, plan.bytes);
+        assert_true(fits >= context && fits < context + 16);
+    }
+    assert_int_equal(plan_largest_context(&c, 1 << 20, limits, 1 << 20), 0);
+}
+
+/* The rows of this model take 20 KB each on a device; with a feed-forward 32 times as wide 210 KB, so
+ * that 4096 of them fit into 1 GiB. */
+static void test_plan_chunk(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {8192, 0, 1, 1, 2, false};
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, SIZE_MAX), 512);
+    limits.device = true;
+    const int most = plan_chunk(&c, 1 << 20, limits, SIZE_MAX);
+    for (int chunk = most; chunk >= 512; chunk /= 2) {
+        limits.chunk = chunk;
+        assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+        assert_int_equal(plan_chunk(&c, 1 << 20, limits, plan.bytes), chunk);
+    }
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, 0), 512); /* allocate says what is missing */
+    c.ffn *= 32;
+    const int fewer = plan_chunk(&c, 1 << 20, limits, SIZE_MAX);
+    assert_int_equal(most, 8192);
+    assert_int_equal(fewer, 4096);
+    limits.chunk = 2 * fewer;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    const size_t too_much = plan.bytes;
+    limits.chunk = 1;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_true(too_much - plan.bytes > (size_t)1 << 30);
+}
+
+static void test_plan_too_large(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    c.layers = c.heads = c.kv_heads = 1024;
+    c.head_dim = 512;
+    struct limits limits = {1 << 22, 65536, 1024, 1, 1024, false};
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), EXIT_MEMORY);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_plan_regions),         cmocka_unit_test(test_plan_for_a_device),
+        cmocka_unit_test(test_plan_largest_context), cmocka_unit_test(test_plan_chunk),
+        cmocka_unit_test(test_plan_too_large),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
