@@ -56,6 +56,13 @@ static __device__ __forceinline__ void cluster_wait() {
 
 /* ---- the exchange ---- */
 
+/* The mbarrier on which what the others send arrives. The cluster's barrier must follow. */
+static __device__ __forceinline__ void open_exchange(uint64_t *received) {
+    if (threadIdx.x != 0) return;
+    barrier_init(shared_address(received), 1);
+    barriers_ready();
+}
+
 /* The blocks' results become the output. Four dims of a query are a quad: quad i of each part goes to
  * block i % count, which merges them in the parts' order. received: f32 [count, share, 4], then
  * [count, share, 2] of maximum and sum. parity: of the barrier's phase. */

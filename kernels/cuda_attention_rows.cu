@@ -30,10 +30,7 @@ __global__ void __launch_bounds__(THREADS, (blocks_of_registers<S, SETS>))
     extern __shared__ __align__(128) char shared[];
     __shared__ uint64_t received;
     start_dependents();
-    if (threadIdx.x == 0) {
-        barrier_init(shared_address(&received), 1);
-        barriers_ready();
-    }
+    open_exchange(&received);
     cluster_arrive();
     struct ring<S> ring;
     ring.open(shared);
