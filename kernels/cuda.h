@@ -178,7 +178,7 @@ void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 /* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to CUDA_FEW_ROWS rows. */
 bool cuda_matmul_hopper_takes(const struct product *p);
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
-/* Of parts of the sums of squares, in a step of T rows. */
+/* From one part of the rows' sums of squares to the next, in a step of T rows. */
 inline int cuda_squares_stride(int T) {
     return T <= CUDA_FEW_ROWS ? (int)CUDA_FEW_ROWS : T;
 }

@@ -249,10 +249,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 using kernel = void (*)(CUtensorMap, CUtensorMap, product, schedule);
 
 struct form {
-    int tile_t, tile_n, below, beside, heads; /* heads 0: not for QKV */
+    int tile_t, tile_n, below, beside;
     bool together;
     int shared;
-    kernel kernels[4]; /* by epilogue */
+    kernel kernels[4]; /* by epilogue; NULL: none for that one */
 };
 
 template <class S> constexpr kernel kernel_of_heads() {
@@ -270,7 +270,6 @@ template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form
             N,
             S::BELOW_T,
             S::BESIDE_N,
-            S::WHOLE_HEADS ? S::HEADS : 0,
             TOGETHER,
             S::SHARED,
             {matmul_wgmma<S, EPILOGUE_STORE>, kernel_of_add<S>(),
@@ -300,6 +299,11 @@ constexpr form forms[] = {
     form_of<128, 192, true, true>(),
 };
 
+/* QKV: heads that a tile has a part of. */
+int heads_of(const form &form) {
+    return form.tile_n / (2 * SPAN);
+}
+
 schedule schedule_for(const struct cuda_backend *b, const struct product *p, const form &form) {
     const int units = p->epilogue == EPILOGUE_ACTIVATE ? form.tile_n / 2 : form.tile_n;
     schedule schedule = {};
@@ -307,7 +311,7 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
     schedule.tiles_t = divide_up(p->T, form.tile_t * form.below);
     int columns = divide_up(units_of(*p), units);
     if (p->epilogue == EPILOGUE_QKV) {
-        schedule.across = divide_up(p->heads.H + 2 * p->heads.G, form.heads);
+        schedule.across = divide_up(p->heads.H + 2 * p->heads.G, heads_of(form));
         columns = p->heads.half / SPAN * schedule.across;
     }
     schedule.tiles_n = divide_up(columns, form.beside);
@@ -346,7 +350,7 @@ const form &choose(const struct cuda_backend *b, const struct product *p) {
 
 } // namespace
 
-/* Rows of an epilogue that the kernels here have no form for. */
+/* Whether the kernels here have what follows the product, for these rows. */
 static bool fits(const struct product *p) {
     const struct heads &h = p->heads;
     const bool few = p->T <= CUDA_FEW_ROWS;
@@ -391,7 +395,7 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     const schedule schedule = schedule_for(b, p, form);
     CUtensorMap in, W;
     const bool mapped = p->epilogue == EPILOGUE_QKV ? cuda_heads_map(b, &W, *p, SPAN, p->heads.half,
-                                                                     form.heads / form.below)
+                                                                     heads_of(form) / form.below)
                                                     : cuda_weight_map(b, &W, *p, form.tile_n / 2);
     if (mapped && cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside))
         cuda_launch_clusters(b, "matmul_wgmma", form.kernels[p->epilogue],

@@ -59,8 +59,8 @@ COUNTERS = 4096  # kernels/config.h
 
 class Peers:
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(BUILD / "tests/peers.so"))
-        self.library.peers_error.restype = ctypes.c_char_p
+        self.functions = ctypes.CDLL(str(BUILD / "tests/peers.so"))
+        self.functions.peers_error.restype = ctypes.c_char_p
         pointer, number = ctypes.c_void_p, ctypes.c_int
         for name, result, arguments in (
             ("peers_open", number, []),
@@ -78,7 +78,7 @@ class Peers:
             ("cublas_open", number, [number] * 3),
             ("cublas_product", number, [pointer, number] + [pointer] * 3),
         ):
-            function = getattr(self.library, name)
+            function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
         self.call("peers_open")
         self.cublas = 0  # its version
@@ -89,9 +89,9 @@ class Peers:
 
     def call(self, name: str, *arguments: int | float | torch.Tensor | None) -> int:
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        result = getattr(self.library, name)(*plain)
+        result = getattr(self.functions, name)(*plain)
         if result < 0:
-            raise RuntimeError(self.library.peers_error().decode(errors="replace"))
+            raise RuntimeError(self.functions.peers_error().decode(errors="replace"))
         return result
 
     def launch(self, name: str, *arguments: int | float | torch.Tensor | None) -> None:

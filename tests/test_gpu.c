@@ -181,7 +181,7 @@ static void prompts_on_every_tile(void) {
     }
 }
 
-/* Prompts as the engine chooses, with heads that do not turn in the product's ending. */
+/* Prompts as the engine chooses; heads of 80 turn in a kernel of their own. */
 static void prompts_of_any_width(void) {
     static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65},
                                             {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3},
