@@ -26,7 +26,8 @@ enum {
  * runs begin in the same bank. The upper four lie 64 bytes further on: eight lanes that read 16 bytes each,
  * of two runs of K or of four of V, meet two to a bank at most. */
 template <int D_> struct far_geometry {
-    static constexpr int D = D_, warps = CONSUMERS, threads = 32 * (CONSUMERS + 1);
+    static constexpr int D = D_, warps = CONSUMERS, mergers = 32 * CONSUMERS;
+    static constexpr int threads = mergers + 32;
     static constexpr int tile = D == 64 ? 64 : D == 80 ? 48 : D == 256 ? 16 : 32;
     static constexpr int columns = tile / 8; /* n8 tiles of scores */
     static_assert(D % 16 == 0 && columns % 2 == 0, "steps of the tensor cores");
@@ -90,7 +91,6 @@ __device__ __forceinline__ void produce(const struct cuda_attention &a, const st
                       (uint32_t)(rows * S::row_bytes), barrier);
     }
     if (!waited) wait_for_inputs();
-    __syncwarp(); /* the warp is whole again: __syncthreads needs all of its threads */
 }
 
 /* ---- one tile, by one warp ---- */
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
         add_rows<S, SETS>(found, weights, values, seen);
         if (seen != 0) barrier_arrive(shared_address(&empty[at.slot]));
     }
-    named_barrier(1, 32 * CONSUMERS); /* all tiles are read, before results take their place */
+    named_barrier(1, S::mergers); /* all tiles are read, before results take their place */
     float *result = (float *)ring + warp * S::result;
 #pragma unroll
     for (int s = 0; s < SETS; s++, result += QUERIES * S::record) {
@@ -312,8 +312,8 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
  * cores     with plain loads, in an order of depth and dims that makes them 16 bytes.
  * Shared    a ring of stages; later the results.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: each lane of its warp has read it | it
- *           is overwritten. First __syncthreads: barriers are ready | used. Barrier 1: the ring is read |
- *           results take its place. Second __syncthreads: the results are written | merged.
+ *           is overwritten. __syncthreads: barriers are ready | used. Barrier 1, of the consumers: the
+ *           ring is read | results take its place; then: the results are written | merged.
  * Bound     bytes of K and V, each read once. 16 KB take 830 cycles at 4.6 TB/s; shared memory is busy for
  *           384 of them (128 the copy, 128 K and 128 V, at two lanes a bank), a scheduler issues 100
  *           instructions, and a warp holds the stage for about 900.
@@ -339,11 +339,12 @@ __global__ void __maxnreg__((registers<S, SETS>))
         wait_for_inputs();
         return;
     }
-    if (threadIdx.x >= 32 * CONSUMERS)
+    if (threadIdx.x >= S::mergers) {
         produce<S>(a, w, shared_address(ring), full, empty);
-    else
-        consume<S, SETS>(a, w, ring, full, empty);
-    __syncthreads();
+        return;
+    }
+    consume<S, SETS>(a, w, ring, full, empty);
+    named_barrier(1, S::mergers);
     merge<S>(a, w, (const float *)ring);
 }
 

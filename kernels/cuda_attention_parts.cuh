@@ -154,17 +154,21 @@ static __device__ __forceinline__ struct part_store parts_of(const struct cuda_a
     return store;
 }
 
-/* Whether this block is the last of its queries to have written its part. */
+/* Whether this block is the last of its queries to have written its part. Barrier 1, of the threads
+ * that merge: each one's share of the part is written | it is counted; last is known | others read it,
+ * and the other blocks' parts. */
+template <class S>
 static __device__ __forceinline__ bool last_to_write(const struct cuda_attention &a,
                                                      const struct work &w) {
-    __syncthreads(); /* every thread's share of the part, before the count */
-    bool last = false;
+    __shared__ bool last;
+    named_barrier(1, S::mergers);
     if (threadIdx.x == 0) {
         const int group = blockIdx.z * gridDim.y + blockIdx.y;
         last = count_up(a.counters + group * a.T + w.first_row, w.count - 1) ==
                (unsigned)(w.count - 1);
     }
-    return __syncthreads_or(last); /* the count, before the other parts are read */
+    named_barrier(1, S::mergers);
+    return last;
 }
 
 /* All parts of a query, BATCH at a time, whose reads overlap, in their order. */
@@ -208,7 +212,7 @@ static __device__ __forceinline__ void merge(const struct cuda_attention &a, con
                                              const float *results) {
     const int quads = (w.last - w.first) * (S::D / 4);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += S::threads) {
+    for (int i = threadIdx.x; i < quads; i += S::mergers) {
         const int query = w.first + i / (S::D / 4), dim = 4 * (i % (S::D / 4));
         const struct merged m = merge_results<S>(results, w, query - w.first, dim);
         if (w.count == 1) {
@@ -219,9 +223,9 @@ static __device__ __forceinline__ void merge(const struct cuda_attention &a, con
         *(float4 *)(parts.values + (size_t)w.index * a.H * S::D + dim) = m.values;
         if (dim == 0) parts.sums[w.index * a.H] = make_float2(m.maximum, m.sum);
     }
-    if (w.count == 1 || !last_to_write(a, w)) return;
+    if (w.count == 1 || !last_to_write<S>(a, w)) return;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < quads; i += S::threads) {
+    for (int i = threadIdx.x; i < quads; i += S::mergers) {
         const int query = w.first + i / (S::D / 4), dim = 4 * (i % (S::D / 4));
         struct part_store parts = parts_of<S>(a, w, query);
         parts.values += dim;
