@@ -52,6 +52,8 @@ enum {
      * CUDA_LEAST_TILE at least. */
     CUDA_SQUARES = 256,
     CUDA_LEAST_TILE = 64,
+    /* Rows that the tiles of a cluster have at most, in products of many rows. */
+    CUDA_TILE_ROWS = 256,
     /* Rows of the general matrix-vector product: their inputs fit into shared memory together. */
     CUDA_MATVEC_ROWS = 4,
     /* Parts that attention of few rows cuts a row's positions into, at most, and the least positions of

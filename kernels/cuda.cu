@@ -64,8 +64,10 @@ static struct product product_of_norm(struct engine *e, const float *gamma, int 
     p.K = e->config->width;
     p.W = W;
     p.in = engine_region(e, REGION_PANELS);
+    p.in_rows = plan_device_rows(&e->plan.limits);
     if (b->normed.gamma == gamma && first + T <= b->normed.rows) {
         p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
+        p.in_rows -= first;
         p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
         p.parts = b->normed.parts;
         p.squares_stride = b->normed.stride;
@@ -187,6 +189,7 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     p.K = out ? c->heads * c->head_dim : c->ffn;
     p.W = out ? e->layer[layer].out : e->layer[layer].down;
     p.in = engine_region(e, out ? REGION_A : REGION_H);
+    p.in_rows = plan_device_rows(&e->plan.limits);
     p.y = (float *)engine_region(e, REGION_X);
     p.y_stride = c->width;
     if (prepares(e, rows.count)) {

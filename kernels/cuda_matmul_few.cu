@@ -189,8 +189,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[2][ROWS / 2], const 
  * Bound     bytes of W, each read once. The rows come from L2, T / (units of a tile) of the bytes of W:
  *           at T = 16 half for N = 4096, a seventh for gate and up.
  * Numerics  f32 sums over K in ascending order, even and odd pieces of 64 apart (not with ACTIVATE),
- *           whatever the tile. Rows past T, units past N and K's end arrive as zeros. Sums of
- *           squares by thread, lanes, warps and blocks, each in order.
+ *           whatever the tile. Units past N and K's end arrive as zeros, rows past T as what
+ *           lies there. Sums of squares by thread, lanes, warps and blocks, each in order.
  * Barriers  struct barriers; __syncthreads: barriers are ready | used; leave_squares.
  * Order     W is asked for at once, up to the ring's size before the inputs are there; rows, their
  *           facts, residual, cosines and sines after the wait.
@@ -319,7 +319,8 @@ template <int ROWS, enum epilogue E> void launch(struct cuda_backend *b, const s
     d.stages = std::min((shared - PANEL_ALIGNMENT - beyond) / S::bytes(d.units), (int)MAX_STAGES);
     d.in_flight = std::min(divide_up(IN_FLIGHT, 2 * d.units * PANEL_ROW_BYTES), d.stages);
     CUtensorMap W[2], rows;
-    if (weight_maps(b, W, *p, d) && cuda_matrix_map(b, &rows, p->in, p->T, p->K, ROWS))
+    if (weight_maps(b, W, *p, d) &&
+        cuda_matrix_map(b, &rows, p->in, cuda_rows_to_read(*p, ROWS), p->K, ROWS))
         cuda_launch(b, "few_rows_wgmma", few_rows_wgmma<ROWS, E>, dim3((unsigned)d.blocks), THREADS,
                     (size_t)shared, W[0], W[1], rows, *p, d);
 }

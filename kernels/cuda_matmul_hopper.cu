@@ -205,9 +205,10 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  *           that a thread holds both sums.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
  * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
- * Numerics  f32 sums over K in ascending order, whatever the tile. Rows past T, rows of W past N
- *           and K's end arrive as zeros; nothing past T and N is stored. A row's sum of squares: by
- *           thread over the tile's columns, over four lanes, over the tiles by the next product.
+ * Numerics  f32 sums over K in ascending order, whatever the tile. Rows of W past N and K's end arrive
+ *           as zeros, rows past T as what lies there; nothing past T and N is stored. A row's sum of
+ *           squares: by thread over the tile's columns, over four lanes, over the tiles by the next
+ *           product.
  * Barriers  struct ring; TURN. Of the cluster, first: the barriers are ready | the other block
  *           signals them; last: what this block has sent has landed in the other | this one ends.
  * Order     W is asked for before the inputs are waited for, rows, scale and residual after.
@@ -297,6 +298,7 @@ constexpr form forms[] = {
     /* A single wave, which both warpgroups end together: 4096 x 512 and 6144 x 512 are 128 tiles. */
     form_of<128, 128, true, true>(),
     form_of<128, 192, true, true>(),
+    form_of<128, 256, true, true>(),
 };
 
 /* QKV: heads that a tile has a part of. */
@@ -397,7 +399,8 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
     const bool mapped = p->epilogue == EPILOGUE_QKV ? cuda_heads_map(b, &W, *p, SPAN, p->heads.half,
                                                                      heads_of(form) / form.below)
                                                     : cuda_weight_map(b, &W, *p, form.tile_n / 2);
-    if (mapped && cuda_matrix_map(b, &in, p->in, p->T, p->K, form.tile_t / form.beside))
+    const int rows = cuda_rows_to_read(*p, form.tile_t * form.below);
+    if (mapped && cuda_matrix_map(b, &in, p->in, rows, p->K, form.tile_t / form.beside))
         cuda_launch_clusters(b, "matmul_wgmma", form.kernels[p->epilogue],
                              dim3((unsigned)(schedule.workers * CLUSTER)), CLUSTER, THREADS,
                              (size_t)form.shared, in, W, *p, schedule);

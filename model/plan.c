@@ -21,6 +21,10 @@ static uint64_t min(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
+int plan_device_rows(const struct limits *limits) {
+    return (int)round_up((uint64_t)limits->chunk, CUDA_TILE_ROWS);
+}
+
 /* Bytes of each region. No product can overflow: the limits of the config and of the context bound
  * every factor (2^10 layers x 2^10 slots x 2^10 heads x 2^22 positions x 2^9 x 4 bytes < 2^64). */
 static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64_t weight_bytes,
@@ -39,12 +43,13 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     bytes[REGION_QKV] = 4 * rows * (heads + 2 * kv_heads) * head_dim;
     bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
     if (limits.device) {
+        const uint64_t tiled = (uint64_t)plan_device_rows(&limits);
         bytes[REGION_KEYS] = m * caches * positions * head_dim;
         bytes[REGION_VALUES] = m * caches * positions * head_dim;
         bytes[REGION_Q] = m * rows * heads * head_dim;
-        bytes[REGION_A] = m * rows * heads * head_dim;
-        bytes[REGION_H] = m * rows * ffn;
-        bytes[REGION_PANELS] = m * rows * width;
+        bytes[REGION_A] = m * tiled * heads * head_dim;
+        bytes[REGION_H] = m * tiled * ffn;
+        bytes[REGION_PANELS] = m * tiled * width;
         bytes[REGION_SCALES] = 4 * rows;
         bytes[REGION_SQUARES] =
             4 * max(CUDA_SQUARES * CUDA_FEW_ROWS, (width / CUDA_LEAST_TILE + 2) * rows);

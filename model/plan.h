@@ -17,6 +17,9 @@ struct limits {
     bool device; /* the regions as the CUDA backend lays them out, else as the CPU backend does */
 };
 
+/* Rows of the regions that products of the CUDA backend read: T, filled up to whole tiles. */
+int plan_device_rows(const struct limits *limits);
+
 /* m is the dtype of the weights. Where the backends differ, "CPU |" comes before "CUDA". */
 enum region {
     REGION_WEIGHTS, /* the tensors as they lie in the file */
@@ -28,11 +31,13 @@ enum region {
     REGION_X,        /* f32 [T, C], the residual stream */
     REGION_QKV,      /* f32 [T, (H + 2G) D] */
     REGION_Q,        /* none | m [T, H D], the queries */
-    REGION_A,        /* f32 | m [T, H D], what attention found */
-    REGION_H,        /* f32 [T, 2F]: gate and up; the activation overwrites gate | m [T, F] */
+    REGION_A,        /* f32 [T, H D] | m [plan_device_rows, H D], what attention found */
+    REGION_H,        /* f32 [T, 2F]: gate and up; the activation overwrites gate |
+                      m [plan_device_rows, F] */
     REGION_LOGITS,   /* f32 [classified, V] */
     REGION_PANELS,   /* f32, the inputs of one product as its kernel reads them: T rounded up to 16
-                      times the widest of C, H D and F | m [T, C], rows times the norm's weights */
+                      times the widest of C, H D and F |
+                      m [plan_device_rows, C], rows times the norm's weights */
     REGION_SCALES,   /* none | f32 [T], the norm's factor of a row */
     REGION_SQUARES,  /* none | f32 [parts, T], a row's sum of squares in parts (kernels/config.h) */
     REGION_PARTS,    /* f32 [S/CPU_PART rounded up, T up to CPU_BRIEF, H, D + 2] |

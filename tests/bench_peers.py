@@ -51,7 +51,7 @@ ATTENTION = (
 )
 
 ROTATED_BYTES = 4 * (60 << 20)  # of weights or cache in turn, so that L2 has none of it
-COUNTERS = 4096  # kernels/config.h
+COUNTERS, TILE_ROWS = 4096, 256  # kernels/config.h
 
 
 # ---- tests/peers.cu ----
@@ -155,7 +155,7 @@ def product(
     peers: Peers, epilogue: str, M: int, weights: torch.Tensor, heads: tuple[int, int, int]
 ) -> Outcome:
     copies, N, K = weights.shape
-    x = random(M, K)
+    x = random(math.ceil(M / TILE_ROWS) * TILE_ROWS, K)[:M]
     y = torch.full((M, N), math.nan, device="cuda", dtype=torch.bfloat16)
     sums = x.float() @ weights[0].float().t()
     our = Ours(epilogue, M, N, heads)

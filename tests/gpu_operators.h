@@ -113,14 +113,18 @@ static inline void end(struct step *s, const char *what, enum region region, enu
 static inline void check_squares(const struct step *s, const char *what) {
     int stride = 0, wrong = 0;
     const int parts = cuda_parts_of_squares(&s->g->device, &stride);
-    const float *x = is_now(s, REGION_X), *squares = is_now(s, REGION_SQUARES);
     if (!parts) return;
+    const float *x = is_now(s, REGION_X);
+    const size_t bytes = (size_t)parts * (size_t)stride * sizeof(float);
+    float *squares = allocated(bytes); /* scratch: gpu_read leaves it out */
+    cuda_read(&s->g->device, squares, engine_region(&s->g->device, REGION_SQUARES), bytes);
     for (size_t t = 0; t < s->T; t++) {
         double right = 0, got = 0;
         for (size_t c = 0; c < s->C; c++) right += (double)x[t * s->C + c] * x[t * s->C + c];
         for (int p = 0; p < parts; p++) got += squares[(size_t)p * (size_t)stride + t];
         wrong += !(fabs(got - right) <= 1e-5 * right);
     }
+    free(squares);
     check(!wrong, "%s: %s: the sums of squares of %d rows are wrong", s->name, what, wrong);
 }
 

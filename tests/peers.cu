@@ -57,7 +57,8 @@ extern "C" int peers_open() {
     return outcome();
 }
 
-/* The epilogues of struct product, as a step of the engine has them. out: STORE and ADD f32 [T, N],
+/* The epilogues of struct product, as a step of the engine has them. in: T rows, and memory up to whole
+ * CUDA_TILE_ROWS. out: STORE and ADD f32 [T, N],
  * ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T, D] of keys and as much of values, one after
  * the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [max(256, N/64 + 2), max(T, 64)]. QKV:
  * slots (zeros) and positions (0 to T - 1) i32 [T], rope f32 [T, 2, D/2]. */
@@ -73,6 +74,7 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     p.K = K;
     p.W = W;
     p.in = in;
+    p.in_rows = divide_up(T, (int)CUDA_TILE_ROWS) * CUDA_TILE_ROWS;
     p.y = (float *)out;
     p.y_stride = N;
     p.h = out;
