@@ -164,7 +164,7 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* ---- mbarriers and bulk copies (sm_90) ---- */
+/* ---- mbarriers (sm_90) ---- */
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -191,6 +191,31 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
+/* ---- shared memory of a cluster's other blocks (sm_90) ---- */
+
+/* The address of a block's copy of a shared variable. */
+__device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
+/* Stores that count on the barrier of the block where they arrive. */
+__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
+                 "{%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+                 "[%3];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "r"(barrier)
+                 : "memory");
+}
+
+/* ---- bulk copies (sm_90) ---- */
+
 /* A multiple of 16 bytes from global to shared memory, completing on the barrier; read once, so evicted
  * from L2 first. */
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes,

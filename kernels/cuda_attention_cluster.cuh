@@ -21,27 +21,6 @@ static inline size_t exchange_bytes(int quads) {
 
 /* ---- shared memory of the cluster's other blocks ---- */
 
-/* The address of a block's copy of a shared variable. */
-static __device__ __forceinline__ uint32_t address_in(int block, uint32_t address) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    return there;
-}
-
-/* Stores that count on the barrier of the block where they arrive. */
-static __device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
-                 "{%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-                 : "memory");
-}
-static __device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
-                 "[%3];" ::"r"(to),
-                 "f"(x.x), "f"(x.y), "r"(barrier)
-                 : "memory");
-}
-
 /* Orders no memory but what barriers_ready made visible: the other form waits for all of a block's
  * stores. */
 static __device__ __forceinline__ void cluster_arrive_relaxed() {

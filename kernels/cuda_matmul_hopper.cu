@@ -14,6 +14,8 @@ namespace {
  * multiplied; empty: all READERS have read them | this block or the other one overwrites them. */
 struct ring {
     uint32_t memory, full, empty;
+    /* HALVES: the other block's sums have landed in `sums` | they are added. */
+    uint32_t handed, sums;
 };
 
 /* Named barriers of both warpgroups. TURN + i: the other one has asked for its last products, or
@@ -66,13 +68,14 @@ template <class S, enum epilogue E>
 __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const schedule &schedule,
                         const ring &ring, int rank) {
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
+    const int first_step = S::PARTS_K > 1 ? rank * schedule.steps : 0;
     int early = min(S::STAGES, schedule.steps); /* steps whose W has been asked for */
     const tile start = tile_at<S, E>(schedule, first, rank);
     prefetch_map(in);
 #pragma unroll 1
     for (int stage = 0; stage < early; stage++) {
         barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
-        ask_for_weights<S, E>(W, ring, stage, start, stage * PANEL_DEPTH, rank);
+        ask_for_weights<S, E>(W, ring, stage, start, (first_step + stage) * PANEL_DEPTH, rank);
     }
     wait_for_inputs();
     int stage = 0, parity = 1;
@@ -80,14 +83,15 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const sched
         const tile tile = tile_at<S, E>(schedule, index, rank);
 #pragma unroll 1
         for (int step = 0; step < schedule.steps; step++) {
+            const int k = (first_step + step) * PANEL_DEPTH;
             if (early > 0) {
                 early--;
             } else {
                 barrier_wait(ring.empty + 8 * stage, parity);
                 barrier_expect(ring.full + 8 * stage, S::STAGE_BYTES);
-                ask_for_weights<S, E>(W, ring, stage, tile, step * PANEL_DEPTH, rank);
+                ask_for_weights<S, E>(W, ring, stage, tile, k, rank);
             }
-            ask_for_rows<S>(in, ring, stage, tile, step * PANEL_DEPTH, rank);
+            ask_for_rows<S>(in, ring, stage, tile, k, rank);
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -96,9 +100,42 @@ __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const sched
 /* ---- the consumers ---- */
 
 /* This warp has read the stage: to those who fill it, here and in the other block. */
-__device__ __forceinline__ void release(const ring &ring, int stage, int rank) {
+template <class S> __device__ __forceinline__ void release(const ring &ring, int stage, int rank) {
     const int lane = (int)threadIdx.x % 32;
-    if (lane < CLUSTER) barrier_arrive_at(ring.empty + 8 * stage, rank ^ lane);
+    if (lane < S::FILLED) barrier_arrive_at(ring.empty + 8 * stage, rank ^ lane);
+}
+
+/* threadIdx.x, read anew for each tile, so that what is computed from it holds no register during the
+ * products. */
+__device__ __forceinline__ int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+/* HALVES: a warpgroup's sums become the other block's, and those that have come from there are added. */
+template <class S>
+__device__ __forceinline__ void hand_over(const ring &ring, const float (&sums)[S::TILE_N / 2],
+                                          int to) {
+    const uint32_t there = address_in(to, ring.sums) + thread_again() % 128 * (int)sizeof(float4);
+    const uint32_t barrier = address_in(to, ring.handed);
+#pragma unroll
+    for (int i = 0; i < S::TILE_N / 2; i += 4)
+        send(there + i / 4 * 128 * sizeof(float4),
+             make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]), barrier);
+}
+template <class S>
+__device__ __forceinline__ void take_over(const ring &ring, float (&sums)[S::TILE_N / 2]) {
+    const uint32_t from = ring.sums + thread_again() % 128 * (int)sizeof(float4);
+    barrier_wait(ring.handed, 0);
+#pragma unroll
+    for (int i = 0; i < S::TILE_N / 2; i += 4) {
+        float4 other;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(other.x), "=f"(other.y), "=f"(other.z), "=f"(other.w)
+                     : "r"(from + i / 4 * 128 * (int)sizeof(float4)));
+        sums[i] += other.x, sums[i + 1] += other.y, sums[i + 2] += other.z, sums[i + 3] += other.w;
+    }
 }
 
 /* sums = the tile's products over all of K, from the `passed`-th step through the ring on. `issued`
@@ -125,7 +162,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
                                  W + at + i * WGMMA_COLUMNS_16, step > 0 || i > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (step > 0 && step <= refilled) release(ring, last, rank);
+        if (step > 0 && step <= refilled) release<S>(ring, last, rank);
         last = stage;
         if (++stage == S::STAGES) stage = 0, parity ^= 1;
     }
@@ -133,15 +170,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TIL
     wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < S::BLOCKS_64; block++) settle(sums[block]);
-    if (schedule.steps <= refilled) release(ring, last, rank);
-}
-
-/* threadIdx.x, read anew for each tile, so that what is computed from it holds no register during the
- * products. */
-__device__ __forceinline__ int thread_again() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
+    if (schedule.steps <= refilled) release<S>(ring, last, rank);
 }
 
 /* Whole tiles by turns, or 64 rows of every tile. The turns are not for speed alone: a warpgroup
@@ -155,7 +184,7 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
     const uint64_t in = wgmma_panel(ring.memory + (S::TOGETHER ? group * 64 * PANEL_ROW_BYTES : 0));
     const uint64_t W = wgmma_panel(ring.memory + S::IN_BYTES);
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
-    const int rounds = divide_up(tiles - first, schedule.workers);
+    const int rounds = S::PARTS_K > 1 ? 1 : divide_up(tiles - first, schedule.workers);
     const bool pairs = p.y_stride % 2 == 0 && p.N % 2 == 0 && (uintptr_t)p.y % 8 == 0;
     float sums[S::BLOCKS_64][S::TILE_N / 2];
     const auto give_turn = [&] {
@@ -170,17 +199,21 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
         float factor[S::BLOCKS_64][2];
         row_turn turns[S::BLOCKS_64][2];
         residual<S> before;
+        factors_of<S>(p, factor, t);
 #pragma unroll
-        for (int i = 0; i < 2 * S::BLOCKS_64; i++) {
-            const int row = t + i / 2 * 64 + i % 2 * 8;
-            factor[i / 2][i % 2] = factor_of(p, row);
-            if (E == EPILOGUE_QKV && S::SUMS <= row_turn::MOST_SUMS)
-                turns[i / 2][i % 2].ask(p, row, tile);
-        }
-        if (E == EPILOGUE_ADD) before.ask_first(p, t, tile);
+        for (int i = 0; E == EPILOGUE_QKV && i < 2 * S::BLOCKS_64; i++)
+            if (S::SUMS <= row_turn::MOST_SUMS)
+                turns[i / 2][i % 2].ask(p, t + i / 2 * 64 + i % 2 * 8, tile);
+        if (E == EPILOGUE_ADD && S::PARTS_K == 1) before.ask_first(p, t, tile);
         if (!S::TOGETHER) named_barrier(TURN + group, CONSUMERS);
         multiply_tile<S>(sums, schedule, ring, in, W, round * schedule.steps,
                          rounds * schedule.steps, rank, give_turn);
+        if (S::PARTS_K > 1 && group != rank) {
+            hand_over<S>(ring, sums[0], rank ^ 1);
+            continue;
+        }
+        if (E == EPILOGUE_ADD && S::PARTS_K > 1) before.ask_first(p, t, tile);
+        if (S::PARTS_K > 1) take_over<S>(ring, sums[0]);
         if (E == EPILOGUE_ADD) add_tile<S>(p, sums, factor, before, t, tile);
 #pragma unroll
         for (int block = 0; block < S::BLOCKS_64 && E != EPILOGUE_ADD; block++) {
@@ -198,22 +231,23 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
 }
 
 /* What      the contract of struct product, bf16 with f32 sums.
- * Owners    a cluster of two blocks two neighbouring tiles, and every workers-th pair of them. In a
- *           block two warpgroups consume, and of the third one thread produces.
+ * Owners    a cluster of two blocks two neighbouring tiles, and every workers-th pair of them; with
+ *           HALVES one tile, of which either block writes 64 rows. In a block two warpgroups consume,
+ *           and of the third one thread produces.
  * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers. With
  *           ACTIVATE the first half of the latter are gate rows and the second their up rows, so
  *           that a thread holds both sums.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
  * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
- * Numerics  f32 sums over K in ascending order, whatever the tile. Rows of W past N and K's end arrive
- *           as zeros, rows past T as what lies there; nothing past T and N is stored. A row's sum of
- *           squares: by thread over the tile's columns, over four lanes, over the tiles by the next
- *           product.
+ * Numerics  f32 sums over K in ascending order; with HALVES those of its halves, and then the two. Rows
+ *           of W past N and K's end arrive as zeros, rows past T as what lies there; nothing past T
+ *           and N is stored. A row's sum of squares: by thread over the tile's columns, over four
+ *           lanes, over the tiles by the next product.
  * Barriers  struct ring; TURN. Of the cluster, first: the barriers are ready | the other block
  *           signals them; last: what this block has sent has landed in the other | this one ends.
  * Order     W is asked for before the inputs are waited for, rows, scale and residual after.
  * Form      results go from registers to memory, 32 bytes of a row at a time, since y has any stride:
- *           whole sectors but for h of tiles 112 and 176. The other warpgroup's products hide it. */
+ *           whole sectors but for h of tile 176. The other warpgroup's products hide it. */
 template <class S, enum epilogue E>
 __global__ void __launch_bounds__(THREADS, 1)
     matmul_wgmma(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap W,
@@ -223,6 +257,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     ring.memory = panel_aligned(shared_address(memory));
     ring.full = ring.memory + S::STAGES * S::STAGE_BYTES;
     ring.empty = ring.full + 8 * S::STAGES;
+    ring.handed = ring.empty + 8 * S::STAGES;
+    ring.sums = ring.full + BARRIER_BYTES;
     const int rank = cluster_rank();
     start_dependents();
     if (threadIdx.x == 0) {
@@ -230,7 +266,9 @@ __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, S::READERS);
         }
+        barrier_init(ring.handed, 1);
         barriers_ready();
+        if (S::PARTS_K > 1) barrier_expect(ring.handed, S::HANDED_BYTES);
     }
     cluster_sync(); /* first */
     if (threadIdx.x >= CONSUMERS) {
@@ -250,7 +288,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 using kernel = void (*)(CUtensorMap, CUtensorMap, product, schedule);
 
 struct form {
-    int tile_t, tile_n, below, beside;
+    int tile_t, tile_n, below, beside, parts; /* parts: of K */
     bool together;
     int shared;
     kernel kernels[4]; /* by epilogue; NULL: none for that one */
@@ -260,45 +298,56 @@ template <class S> constexpr kernel kernel_of_heads() {
     if constexpr (S::WHOLE_HEADS) return matmul_wgmma<S, EPILOGUE_QKV>;
     return NULL;
 }
+
+template <class S> constexpr kernel kernel_of_activation() {
+    if constexpr (S::PARTS_K == 1) return matmul_wgmma<S, EPILOGUE_ACTIVATE>;
+    return NULL; /* gate and up have many tiles */
+}
+
 template <class S> constexpr kernel kernel_of_add() {
     if constexpr (S::SUMS <= 128) return matmul_wgmma<S, EPILOGUE_ADD>;
     return NULL; /* registers would spill */
 }
 
-template <int T, int N, bool BELOW = true, bool TOGETHER = false> constexpr form form_of() {
-    using S = shape<T, N, BELOW, TOGETHER>;
+template <int T, int N, pair PAIR = BELOW, bool TOGETHER = PAIR == HALVES>
+constexpr form form_of() {
+    using S = shape<T, N, PAIR, TOGETHER>;
     return {T,
             N,
             S::BELOW_T,
             S::BESIDE_N,
+            S::PARTS_K,
             TOGETHER,
             S::SHARED,
-            {matmul_wgmma<S, EPILOGUE_STORE>, kernel_of_add<S>(),
-             matmul_wgmma<S, EPILOGUE_ACTIVATE>, kernel_of_heads<S>()}};
+            {matmul_wgmma<S, EPILOGUE_STORE>, kernel_of_add<S>(), kernel_of_activation<S>(),
+             kernel_of_heads<S>()}};
 }
 
 constexpr form forms[] = {
-    /* 65 to 256 rows, which wait for W: clusters enough to ask for it without cutting K. N x T =
-     * 4096 x 128 are 128 tiles of the first, 3072 x 256 as many of the second, 4096 x 256 of the
-     * third, 6144 x 256 of the fourth, and 28672 x 128 twice as many of the last. */
-    form_of<64, 64>(),
-    form_of<64, 96>(),
+    /* 65 to 384 rows, which wait for W: clusters enough to ask for it. N x T = 4096 x 128 are 64 tiles
+     * of the first, 6144 x 128 as many of the second, 4096 x 384 are 66 of the third. */
+    form_of<128, 64, HALVES>(),
+    form_of<128, 96, HALVES>(),
+    form_of<128, 192, HALVES>(),
+    /* Where tiles of 64 rows fill the clusters without cutting K: 4096 x 256 are 128 tiles of the first,
+     * 6144 x 256 as many of the second, 28672 x 128 twice as many of the last. */
     form_of<64, 128>(),
     form_of<64, 192>(),
     form_of<64, 224>(),
     /* More rows, by how they fill the last wave: 128 for 4096; 176 and 192 give L2 the least to do
      * and the tensor cores the longest runs. */
-    form_of<128, 112>(),
     form_of<128, 128>(),
     form_of<128, 176>(),
     form_of<128, 192>(),
     /* The same with half of the rows in a cluster, where T has an odd number of tiles. */
-    form_of<128, 128, false>(),
-    form_of<128, 176, false>(),
-    /* A single wave, which both warpgroups end together: 4096 x 512 and 6144 x 512 are 128 tiles. */
-    form_of<128, 128, true, true>(),
-    form_of<128, 192, true, true>(),
-    form_of<128, 256, true, true>(),
+    form_of<128, 128, BESIDE>(),
+    form_of<128, 176, BESIDE>(),
+    /* A single wave, which both warpgroups end together: 4096 x 512 and 6144 x 512 are 128 tiles. The
+     * last one also where K is long: with twice the columns it reads the rows half as often, which at
+     * full load leaves power for the clock. */
+    form_of<128, 128, BELOW, true>(),
+    form_of<128, 192, BELOW, true>(),
+    form_of<128, 256, BELOW, true>(),
 };
 
 /* QKV: heads that a tile has a part of. */
@@ -309,7 +358,7 @@ int heads_of(const form &form) {
 schedule schedule_for(const struct cuda_backend *b, const struct product *p, const form &form) {
     const int units = p->epilogue == EPILOGUE_ACTIVATE ? form.tile_n / 2 : form.tile_n;
     schedule schedule = {};
-    schedule.steps = divide_up(p->K, PANEL_DEPTH);
+    schedule.steps = divide_up(divide_up(p->K, PANEL_DEPTH), form.parts);
     schedule.tiles_t = divide_up(p->T, form.tile_t * form.below);
     int columns = divide_up(units_of(*p), units);
     if (p->epilogue == EPILOGUE_QKV) {
@@ -324,26 +373,34 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
 
 /* Cycles of the busiest multiprocessor, roughly. A step costs the most of its products (64 rows by
  * N by 64 of K: 2 N cycles), of its bytes from L2 (48 a cycle) and of its bytes from memory (20 a
- * cycle), and a tenth of L2's for their power. What follows 64 rows of a tile takes 20 cycles a column,
- * with ADD 40; by turns it is seen once, at the end. */
+ * cycle), and an eighth of L2's for their power. What follows 64 rows of a tile takes 20 cycles a column,
+ * with ADD 40; by turns it is seen once, at the end. With halves of K a tenth less is measured. */
 double cost(const form &form, const schedule &schedule, const product &p) {
     const double from_L2 =
         PANEL_ROW_BYTES * ((double)form.tile_t / form.beside + (double)form.tile_n / form.below);
     const double from_memory = PANEL_ROW_BYTES * (double)form.tile_n / divide_up(p.T, form.tile_t);
     const double products = form.tile_t / 64 * form.tile_n * 2;
-    const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 480;
+    const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 400;
     const int waves = divide_up(schedule.tiles_t * schedule.tiles_n, schedule.workers);
     const int seen = form.together ? waves : form.tile_t / 64;
-    return waves * schedule.steps * step +
-           seen * form.tile_n * (p.epilogue == EPILOGUE_ADD ? 40.0 : 20.0);
+    const double cycles = waves * schedule.steps * step +
+                          seen * form.tile_n * (p.epilogue == EPILOGUE_ADD ? 40.0 : 20.0);
+    return form.parts > 1 ? 0.9 * cycles : cycles;
+}
+
+/* Whether there is a kernel. One that cuts K takes a single tile: there is room for the sums of one. */
+bool takes(const struct cuda_backend *b, const struct product *p, const form &form) {
+    const schedule schedule = schedule_for(b, p, form);
+    return form.kernels[p->epilogue] &&
+           (form.parts == 1 || schedule.tiles_t * schedule.tiles_n == schedule.workers);
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {
-    if (b->tile && forms[b->tile - 1].kernels[p->epilogue]) return forms[b->tile - 1];
+    if (b->tile && takes(b, p, forms[b->tile - 1])) return forms[b->tile - 1];
     const form *best = NULL;
     double least = 0;
     for (const form &form : forms) {
-        if (!form.kernels[p->epilogue]) continue;
+        if (!takes(b, p, form)) continue;
         const double cycles = cost(form, schedule_for(b, p, form), *p);
         if (!best || cycles < least) best = &form, least = cycles;
     }

@@ -31,13 +31,18 @@ enum {
     GROUP_ROWS = 16
 };
 
-/* A tile, and how blocks and warpgroups share. Each block of a cluster fetches half of what the two
- * have in common and sends it to both: W where their tiles lie one below the other, the rows where
- * side by side. */
-template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
-    static constexpr int TILE_T = T, TILE_N = N;        /* rows; rows of W */
-    static constexpr int BELOW_T = BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
-    static constexpr int BESIDE_N = BELOW ? 1 : CLUSTER;
+/* What the two blocks of a cluster have in common. Of tiles one below the other it is W, of tiles side
+ * by side the rows: each block fetches half of it and sends it to both. Or one tile, of which each
+ * multiplies half of K: where tiles are few, and the rows that come from L2 with them many. */
+enum pair { BELOW, BESIDE, HALVES };
+
+/* A tile, and how blocks and warpgroups share. */
+template <int T, int N, pair PAIR, bool TOGETHER_> struct shape {
+    static constexpr int TILE_T = T, TILE_N = N; /* rows; rows of W */
+    static constexpr int BELOW_T =
+        PAIR == BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
+    static constexpr int BESIDE_N = PAIR == BESIDE ? CLUSTER : 1;
+    static constexpr int PARTS_K = PAIR == HALVES ? CLUSTER : 1;
     /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
      * they take turns by whole tile: one writes while the other has the tensor cores. */
     static constexpr bool TOGETHER = TOGETHER_;
@@ -45,22 +50,29 @@ template <int T, int N, bool BELOW, bool TOGETHER_> struct shape {
     static constexpr int SUMS = BLOCKS_64 * N / 2; /* of a thread, which has 232 registers */
     static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
     static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
-    static constexpr int FIT = (SHARED_BYTES - BARRIER_BYTES - PANEL_ALIGNMENT) / STAGE_BYTES;
+    static constexpr int HANDED_BYTES =
+        PAIR == HALVES ? 64 * N * 4 : 0; /* sums of the other block */
+    static constexpr int BESIDES = BARRIER_BYTES + PANEL_ALIGNMENT + HANDED_BYTES;
+    static constexpr int FIT = (SHARED_BYTES - BESIDES) / STAGE_BYTES;
     static constexpr int STAGES = FIT < MOST_STAGES ? FIT : MOST_STAGES;
-    static constexpr int SHARED = STAGES * STAGE_BYTES + BARRIER_BYTES + PANEL_ALIGNMENT;
-    static constexpr int HEADS = N / (2 * SPAN);             /* QKV: that a tile has a part of */
-    static constexpr bool WHOLE_HEADS = N % (4 * SPAN) == 0; /* in each half of W's rows */
-    /* Warps that must have read a stage before it is filled again, of both blocks. */
-    static constexpr int READERS = CLUSTER * (TOGETHER ? 8 : 4);
+    static constexpr int SHARED = STAGES * STAGE_BYTES + BESIDES;
+    static constexpr int HEADS = N / (2 * SPAN); /* QKV: that a tile has a part of */
+    /* QKV: in each of the parts that W's rows are fetched in. */
+    static constexpr bool WHOLE_HEADS = N % (2 * SPAN * BELOW_T) == 0;
+    /* Blocks that a stage's bytes go to, and warps of them that must have read it before it is filled
+     * again. */
+    static constexpr int FILLED = CLUSTER / PARTS_K, READERS = FILLED * (TOGETHER ? 8 : 4);
+    static_assert(TOGETHER || PAIR != HALVES, "the sums of 64 rows are handed over");
     static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
     static_assert(N >= CUDA_LEAST_TILE,
                   "REGION_SQUARES (model/plan.c) has room for every tile's part");
-    static_assert(STAGES >= 3 && 2 * 8 * STAGES <= BARRIER_BYTES, "the ring and its barriers fit");
+    static_assert(STAGES >= 3 && 8 * (2 * STAGES + 1) <= BARRIER_BYTES,
+                  "the ring and its barriers fit");
 };
 
 /* The tiles of clusters, and how many clusters work through them. */
 struct schedule {
-    int steps;            /* of K, 64 each */
+    int steps;            /* of K, 64 each, that a block takes */
     int tiles_t, tiles_n; /* of clusters */
     int group;            /* rows of tiles */
     int workers;          /* clusters */
@@ -94,18 +106,30 @@ __device__ __forceinline__ tile tile_at(const schedule &schedule, int index, int
 
 /* ---- before a product ---- */
 
-/* What a row's sums are to be multiplied by, in each of the four lanes that have the row. With a norm
- * before the product they share its parts: each adds up every fourth one. */
-__device__ __forceinline__ float factor_of(const product &p, int row) {
-    if (!p.squares) return p.scale && row < p.T ? __ldcg(p.scale + row) : 1.0f;
-    float sum = 0;
-    if (row < p.T)
+/* What the sums of a thread's rows are to be multiplied by: t, t + 8, and of each further 64 rows the
+ * same. Four lanes have a row. With a norm before the product they share its parts: each adds up every
+ * fourth one. */
+template <class S>
+__device__ __forceinline__ void factors_of(const product &p, float (&factor)[S::BLOCKS_64][2],
+                                           int t) {
+    constexpr int ROWS = 2 * S::BLOCKS_64;
+    float sums[ROWS] = {};
+    const auto row = [&](int i) { return t + i / 2 * 64 + i % 2 * 8; };
 #pragma unroll 4
-        for (int part = (int)threadIdx.x % 4; part < p.parts; part += 4)
-            sum += __ldcg(p.squares + (size_t)part * p.squares_stride + row);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    return rsqrtf(sum / (float)p.K + p.eps);
+    for (int part = (int)threadIdx.x % 4; p.squares && part < p.parts; part += 4)
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (row(i) < p.T)
+                sums[i] += __ldcg(p.squares + (size_t)part * p.squares_stride + row(i));
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        float &to = factor[i / 2][i % 2];
+        to = p.scale && row(i) < p.T ? __ldcg(p.scale + row(i)) : 1.0f;
+        if (!p.squares) continue;
+        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 1);
+        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 2);
+        to = rsqrtf(sums[i] / (float)p.K + p.eps);
+    }
 }
 
 /* ---- what follows a product ----

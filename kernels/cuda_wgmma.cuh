@@ -144,7 +144,6 @@ WGMMA_SHARED(16, 8, 8, 9, 10)
 WGMMA_SHARED(32, 16, 16, 17, 18)
 WGMMA_SHARED(64, 32, 32, 33, 34)
 WGMMA_SHARED(96, 48, 48, 49, 50)
-WGMMA_SHARED(112, 56, 56, 57, 58)
 WGMMA_SHARED(128, 64, 64, 65, 66)
 WGMMA_SHARED(176, 88, 88, 89, 90)
 WGMMA_SHARED(192, 96, 96, 97, 98)
@@ -267,12 +266,8 @@ __device__ __forceinline__ void cluster_sync() {
  * only read, by products that wgmma_wait has seen end; the release form is a GPU-wide fence each time
  * (1.6 to 2 times slower products). */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-    asm volatile("{\n"
-                 ".reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n"
-                 "}" ::"r"(barrier),
-                 "r"(rank)
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                     address_in(rank, barrier))
                  : "memory");
 }
 
