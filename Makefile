@@ -155,7 +155,7 @@ PROGRAMS := $(B)/tests/tokenize $(B)/tests/bench_kernels
 GPU_PROGRAMS := $(if $(NVCC),$(B)/tests/test_gpu $(B)/tests/bench_gpu)
 # Our products and prefill attention, and cuBLAS, as Python can call them.
 PEERS        := $(if $(NVCC),$(if $(wildcard $(dir $(NVCC))../include/cublasLt.h /usr/include/cublasLt.h),$(B)/tests/peers.so))
-PEER_KERNELS := matmul_hopper matmul_few attention_hopper attention_decode tensor_map
+PEER_KERNELS := matmul_hopper matmul_few matmul attention_hopper attention attention_decode tensor_map
 
 $(C_TESTS) $(PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(OBJECTS)
 	@echo '$(CXX) -o $@'

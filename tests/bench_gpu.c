@@ -316,8 +316,37 @@ static void read_prompt(struct bench *b, int T) {
     }
 }
 
+/* From the prompt to the token that follows it, in the host's hands, beside the decode step that a
+ * token takes. */
+static void bench_first_token(struct bench *b) {
+    enum { PROMPT = 16 };
+    double taken[ROUNDS], steps[ROUNDS];
+    struct sampler sampler;
+    struct engine *e = &b->engine;
+    struct error error;
+    struct result r = {.model = b->model, .tokens = PROMPT, .roof = b->roof, .bytes_bind = true};
+    must(sampler_open(&sampler, greedy, b->config.vocab_used, &error), &error);
+    for (int round = -1; round < ROUNDS; round++) { /* the first one captures */
+        int32_t id;
+        const double step = burst(b, PROMPT, &sampler), start = seconds();
+        e->ops->set_rows(e, b->tokens, PROMPT, 0, 0);
+        e->ops->step(e, (struct rows){PROMPT, 1}, forward, &sampler);
+        must(e->ops->take(e, &id, &error), &error);
+        if (round < 0) continue;
+        steps[round] = step;
+        taken[round] = seconds() - start;
+    }
+    r.seconds = median(taken);
+    snprintf(r.test, sizeof r.test, "first token of a prompt of %d", PROMPT);
+    snprintf(r.note, sizeof r.note, "%.2f times a decode step", r.seconds / median(steps));
+    step_work(&b->config, PROMPT, 1, 0, &r);
+    keep(r);
+    sampler_close(&sampler);
+}
+
 static void bench_prefill(struct bench *b) {
     static const int lengths[] = {512, 2048, CHUNK, 4 * CHUNK};
+    bench_first_token(b);
     for (int i = 0; i < (int)(sizeof lengths / sizeof *lengths); i++) {
         const int T = lengths[i], repeats = T < CHUNK ? 4 : 1;
         double taken[ROUNDS];

@@ -1,6 +1,6 @@
 """Ours beside the libraries, on the same work and in one run:
 
-    python tests/bench_peers.py [8b 1b 3b] [--products] [--attention] [--prompts]
+    python tests/bench_peers.py [8b 1b 3b] [--products] [--attention] [--general] [--prompts]
 
 Products against cuBLAS (the fastest way that its heuristic offers) and attention against cuDNN and
 FlashAttention run in one process, both sides as CUDA graphs. A card's clock follows the power it
@@ -10,8 +10,9 @@ PyTorch take turns by process: theirs, ours (tests/bench_gpu), theirs again.
 
 A ratio is their time over ours: above 1 ours is faster. Ours let the next launch start early, as in
 the engine (programmatic dependent launch); the libraries' do not. A product of one row is here that
-of cuda_matmul_few.cu; the engine's own form for it (cuda_decode.cu) is in bench_gpu's tables. bf16,
-random data; without names 8b and 1b, without flags all of it."""
+of cuda_matmul_few.cu; the engine's own form for it (cuda_decode.cu) is in bench_gpu's tables. With
+--general the same products and attention by the kernels of older devices (mma.sync), attention
+against FlashAttention alone. bf16, random data; without names 8b and 1b, without flags all."""
 
 import ctypes
 import datetime
@@ -42,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 PRODUCT_ROWS = (1, 16, 32, 64, 128, 256, 512, 777, 1024, 2048, 2049, 4096, 8192)
+GENERAL_ROWS = (512, 2048, 8192)
 HEAD_ROWS = 512  # the most rows that are classified
 # H, G, D, T, S: T queries at the end of S positions
 ATTENTION = (
@@ -49,6 +51,8 @@ ATTENTION = (
     *((32, 8, D, 2048, 32768) for D in (128, 64)),
     *((16, 8, D, T, T) for D in (96, 256) for T in (2048, 8192)),
 )
+
+GENERAL_ATTENTION = tuple((32, 8, D, T, T) for D in (128, 64) for T in (2048, 8192))
 
 ROTATED_BYTES = 4 * (60 << 20)  # of weights or cache in turn, so that L2 has none of it
 COUNTERS, TILE_ROWS = 4096, 256  # kernels/config.h
@@ -64,6 +68,7 @@ class Peers:
         pointer, number = ctypes.c_void_p, ctypes.c_int
         for name, result, arguments in (
             ("peers_open", number, []),
+            ("peers_general", number, [number]),
             (
                 "peers_product",
                 number,
@@ -81,6 +86,7 @@ class Peers:
             function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
         self.call("peers_open")
+        self.general = False
         self.cublas = 0  # its version
         try:
             self.cublas = self.call("cublas_load")
@@ -94,6 +100,10 @@ class Peers:
             raise RuntimeError(self.functions.peers_error().decode(errors="replace"))
         return result
 
+    def take_general_path(self) -> None:
+        self.general = True
+        self.call("peers_general", 1)
+
     def launch(self, name: str, *arguments: int | float | torch.Tensor | None) -> None:
         self.call(name, torch.cuda.current_stream().cuda_stream, *arguments)
 
@@ -105,15 +115,19 @@ EPILOGUES = {"store": 0, "add": 1, "activate": 2, "heads": 3}  # kernels/cuda.h
 
 class Ours:
     """A product with what follows it in the engine: "store" nothing, "add" the residual and the
-    next norm's first half, "activate" SwiGLU, "heads" RoPE and the cache."""
+    next norm's first half, "activate" SwiGLU, "heads" RoPE and the cache. The general path has
+    kernels of their own for norms and heads."""
 
-    def __init__(self, epilogue: str, M: int, N: int, heads: tuple[int, int, int]) -> None:
+    def __init__(
+        self, epilogue: str, M: int, N: int, heads: tuple[int, int, int], general: bool
+    ) -> None:
         self.epilogue, self.heads = epilogue, heads
+        normed = epilogue == "add" and not general
         wide = N // 2 if epilogue == "activate" else N
         dtype = torch.float32 if epilogue in ("store", "add") else torch.bfloat16
         self.out = torch.full((M, wide), math.nan, device="cuda", dtype=dtype)
-        self.gamma = torch.rand(N, device="cuda") if epilogue == "add" else None
-        self.next = random(M, N) if epilogue == "add" else None
+        self.gamma = torch.rand(N, device="cuda") if normed else None
+        self.next = random(M, N) if normed else None
         self.squares = torch.empty(max(256, N // 64 + 2) * max(M, 64), device="cuda")
         self.slots = torch.zeros(M, device="cuda", dtype=torch.int32)
         self.positions = torch.arange(M, device="cuda", dtype=torch.int32)
@@ -130,8 +144,8 @@ class Ours:
         return self.out
 
     def error(self, want: torch.Tensor) -> float:
-        """Of out and, with "add", of what the next norm takes from it."""
-        if self.epilogue != "add":
+        """Of out and of what the next norm takes from it."""
+        if self.gamma is None:
             return relative_error(self.out, want)
         return max(relative_error(self.out, want), relative_error(self.next, want * self.gamma))
 
@@ -158,7 +172,7 @@ def product(
     x = random(math.ceil(M / TILE_ROWS) * TILE_ROWS, K)[:M]
     y = torch.full((M, N), math.nan, device="cuda", dtype=torch.bfloat16)
     sums = x.float() @ weights[0].float().t()
-    our = Ours(epilogue, M, N, heads)
+    our = Ours(epilogue, M, N, heads, peers.general)
     want = our.want(sums)
 
     def ours(i: int) -> torch.Tensor:
@@ -191,7 +205,7 @@ def product(
 def products(peers: Peers, name: str) -> None:
     C, _, H, G, D, F, V = SHAPES[name]
     works = {
-        "qkv": ("heads", (H + 2 * G) * D, C),
+        "qkv": ("store" if peers.general else "heads", (H + 2 * G) * D, C),
         "out": ("add", C, H * D),
         "gate_up": ("activate", 2 * F, C),
         "down": ("add", C, F),
@@ -204,7 +218,7 @@ def products(peers: Peers, name: str) -> None:
     )
     for work, (epilogue, N, K) in works.items():
         weights = random(math.ceil(ROTATED_BYTES / (2 * N * K)), N, K).mul_(K**-0.5)
-        for M in PRODUCT_ROWS:
+        for M in GENERAL_ROWS if peers.general else PRODUCT_ROWS:
             if work == "head" and M > HEAD_ROWS:
                 break
             try:
@@ -219,7 +233,8 @@ def products(peers: Peers, name: str) -> None:
         del weights
         torch.cuda.empty_cache()
     print()
-    summary(f"{name}, M >= 512", many)
+    path = ", general path" if peers.general else ""
+    summary(f"{name}{path}, M >= 512", many)
     summary(f"{name}, 16 <= M < 512", few)
 
 
@@ -250,16 +265,19 @@ def library_attention(
 
 
 def library_attentions(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, general: bool
 ) -> list[Contestant]:
-    """What takes the work: each library in each layout, with a K/V head for each query head in
-    memory where it does not know groups. q [1, H, T, D], keys and values [copies, G, S, D]."""
+    """What takes the work: each library (cuDNN not beside the general path) in each layout, with a
+    K/V head for each query head in memory where it does not know groups. q [1, H, T, D], keys and
+    values [copies, G, S, D]."""
     T, S, group = q.shape[2], keys.shape[2], q.shape[1] // keys.shape[1]
     takers = []
     for library, backend in (
         ("cuDNN", SDPBackend.CUDNN_ATTENTION),
         ("FlashAttention", SDPBackend.FLASH_ATTENTION),
     ):
+        if general and library == "cuDNN":
+            continue
         mask = None
         if T < S and library == "cuDNN":  # its own causal mask is that of T = S
             library = "cuDNN, mask in memory"
@@ -324,7 +342,7 @@ def attention(peers: Peers, H: int, G: int, D: int, T: int, S: int) -> Outcome:
 
     return contest(
         f"attention {H}/{G}, D {D}, T {T} of {S}",
-        library_attentions(q.transpose(0, 1)[None], keys, values),
+        library_attentions(q.transpose(0, 1)[None], keys, values, peers.general),
         Contestant("ours", ours),
         error,
         error,
@@ -338,7 +356,7 @@ def attentions(peers: Peers) -> None:
         *("H/G", "D", "T", "S", "library us", "ours us", "ratio"),
         *("library TFLOP/s", "ours TFLOP/s", "library"),
     )
-    for H, G, D, T, S in ATTENTION:
+    for H, G, D, T, S in GENERAL_ATTENTION if peers.general else ATTENTION:
         try:
             outcome = attention(peers, H, G, D, T, S)
         except RuntimeError as failure:
@@ -351,7 +369,7 @@ def attentions(peers: Peers) -> None:
         if outcome.ratio:
             ratios.append((outcome.ratio, f"D {D}, T {T} of {S}"))
     print()
-    summary("attention", ratios)
+    summary("attention" + (", general path" if peers.general else ""), ratios)
 
 
 # ---- from the command line down ----
@@ -384,7 +402,7 @@ def print_run(peers: Peers | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    flags = ("--products", "--attention", "--prompts")
+    flags = ("--products", "--attention", "--general", "--prompts")
     unknown = [a for a in arguments if a not in flags and a not in SHAPES]
     if unknown:
         print(__doc__ if unknown[0] in ("-h", "--help") else f"what is {unknown[0]}? try --help")
@@ -407,6 +425,11 @@ def main(arguments: list[str]) -> int:
         for name in names:
             products(peers, name)
     if peers and "--attention" in wanted:
+        attentions(peers)
+    if peers and "--general" in wanted:
+        peers.take_general_path()
+        for name in names:
+            products(peers, name)
         attentions(peers)
     if "--prompts" in wanted:
         for name in names:

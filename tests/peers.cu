@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 
 static struct cuda_backend backend;
+static bool general; /* what devices without wgmma run */
 static char failure[256];
 
 static int failed(const char *call, const char *why) {
@@ -57,6 +58,12 @@ extern "C" int peers_open() {
     return outcome();
 }
 
+/* From now on the kernels of the general path, or not. They have no QKV and no gamma. */
+extern "C" int peers_general(int on) {
+    general = on;
+    return 0;
+}
+
 /* The epilogues of struct product, as a step of the engine has them. in: T rows, and memory up to whole
  * CUDA_TILE_ROWS. out: STORE and ADD f32 [T, N],
  * ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T, D] of keys and as much of values, one after
@@ -85,9 +92,13 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
     __nv_bfloat16 *const values = keys + (size_t)G * T * D;
     p.heads = {out, keys, values, slots, positions, rope, H, G, D, T, D / 2};
-    if (!cuda_matmul_hopper_takes(&p)) return failed("product", "not of this shape");
+    if (general ? p.epilogue == EPILOGUE_QKV || p.gamma : !cuda_matmul_hopper_takes(&p))
+        return failed("product", "not of this shape");
     backend.stream = stream;
-    cuda_matmul_hopper(&backend, &p);
+    if (general)
+        cuda_matmul(&backend, &p);
+    else
+        cuda_matmul_hopper(&backend, &p);
     return outcome();
 }
 
@@ -111,9 +122,13 @@ extern "C" int peers_attention(cudaStream_t stream, int T, int H, int G, int D, 
     a.D = D;
     a.S = S;
     a.scale = scale;
-    if (!cuda_attention_hopper_takes(&a)) return failed("attention", "not of this shape");
+    if (!general && !cuda_attention_hopper_takes(&a))
+        return failed("attention", "not of this shape");
     backend.stream = stream;
-    cuda_attention_hopper(&backend, &a);
+    if (general)
+        cuda_attention_prefill(&backend, &a);
+    else
+        cuda_attention_hopper(&backend, &a);
     return outcome();
 }
 
