@@ -115,7 +115,7 @@ __device__ __forceinline__ void factors_of(const product &p, float (&factor)[S::
     constexpr int ROWS = 2 * S::BLOCKS_64;
     float sums[ROWS] = {};
     const auto row = [&](int i) { return t + i / 2 * 64 + i % 2 * 8; };
-#pragma unroll 4
+#pragma unroll 8
     for (int part = (int)threadIdx.x % 4; p.squares && part < p.parts; part += 4)
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
