@@ -166,7 +166,7 @@ $(GPU_PROGRAMS): $(B)/tests/%: $(B)/tests/%.o $(ENGINE)
 	@$(CXX) -pthread $(EXTRA) -pie -o $@ $^ -lxxhash -lm $(CUDA_LIBS)
 
 # Its CUDA runtime is its own, whatever PyTorch has loaded.
-$(B)/tests/peers.so: $(B)/tests/peers.o $(PEER_KERNELS:%=$(B)/kernels/cuda_%.o)
+$(B)/tests/peers.so: $(B)/tests/peers.o $(PEER_KERNELS:%=$(B)/kernels/cuda_%.o) | $(B)/commit
 	@echo '$(CXX) -o $@'
 	@$(CXX) -pthread -shared -Wl,-Bsymbolic,-z,defs,--exclude-libs,ALL -o $@ $^ $(CUDA_LIBS)
 

@@ -191,6 +191,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
+
 /* ---- shared memory of a cluster's other blocks (sm_90) ---- */
 
 /* The address of a block's copy of a shared variable. */

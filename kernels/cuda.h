@@ -153,7 +153,7 @@ struct product {
     int T, N, K;
     const void *W;      /* m [N, K] */
     const void *in;     /* m [T, K] */
-    int in_rows;        /* that exist there, whatever they hold past T; 0: T */
+    int in_rows;        /* that exist there, whatever they hold past T */
     const float *scale; /* f32 [T]; NULL: 1 */
     float *y;           /* f32 [T, y_stride] */
     int y_stride;

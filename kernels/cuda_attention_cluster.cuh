@@ -19,7 +19,7 @@ static inline size_t exchange_bytes(int quads) {
     return (size_t)(quads + CLUSTER) * EXCHANGED;
 }
 
-/* ---- shared memory of the cluster's other blocks ---- */
+/* ---- the cluster's barrier ---- */
 
 /* Orders no memory but what barriers_ready made visible: the other form waits for all of a block's
  * stores. */

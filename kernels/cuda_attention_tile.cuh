@@ -17,7 +17,7 @@ static constexpr float SLACK = 8.0f;
  * 42 KB on each multiprocessor). Near ones need room: with 34 KB the block fits beside those of the
  * kernels before and after it, whose stream of weights then does not stop for attention. */
 template <int D_, bool NEAR> struct geometry {
-    static constexpr int D = D_, warps = WARPS, threads = THREADS, mergers = THREADS;
+    static constexpr int D = D_, warps = WARPS, mergers = THREADS;
     static_assert(D % 16 == 0 && D >= 16 && D <= 256, "steps of the tensor cores; registers");
     static constexpr int tile = D > (NEAR ? 64 : 128) ? 16 : 32; /* positions of a warp at a time */
     static constexpr int columns = tile / 8;                     /* n8 tiles of scores */

@@ -68,7 +68,7 @@ template <class S, enum epilogue E>
 __device__ void produce(const CUtensorMap *in, const CUtensorMap *W, const schedule &schedule,
                         const ring &ring, int rank) {
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
-    const int first_step = S::PARTS_K > 1 ? rank * schedule.steps : 0;
+    const int first_step = S::CUTS_K > 1 ? rank * schedule.steps : 0;
     int early = min(S::STAGES, schedule.steps); /* steps whose W has been asked for */
     const tile start = tile_at<S, E>(schedule, first, rank);
     prefetch_map(in);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void take_over(const ring &ring, float (&sums)[S::TIL
     }
 }
 
-/* sums = the tile's products over all of K, from the `passed`-th step through the ring on. `issued`
+/* sums = the tile's products over what the block has of K, from the `passed`-th step through the ring on. `issued`
  * is called when the last one has been asked for. Of `all` steps of the block the last ones are not
  * released, as nothing takes their place: a signal that the other block does not wait for could come
  * when its shared memory is another kernel's. */
@@ -184,7 +184,7 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
     const uint64_t in = wgmma_panel(ring.memory + (S::TOGETHER ? group * 64 * PANEL_ROW_BYTES : 0));
     const uint64_t W = wgmma_panel(ring.memory + S::IN_BYTES);
     const int tiles = schedule.tiles_t * schedule.tiles_n, first = blockIdx.x / CLUSTER;
-    const int rounds = S::PARTS_K > 1 ? 1 : divide_up(tiles - first, schedule.workers);
+    const int rounds = S::CUTS_K > 1 ? 1 : divide_up(tiles - first, schedule.workers);
     const bool pairs = p.y_stride % 2 == 0 && p.N % 2 == 0 && (uintptr_t)p.y % 8 == 0;
     float sums[S::BLOCKS_64][S::TILE_N / 2];
     const auto give_turn = [&] {
@@ -199,21 +199,22 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
         float factor[S::BLOCKS_64][2];
         row_turn turns[S::BLOCKS_64][2];
         residual<S> before;
-        factors_of<S>(p, factor, t);
+        const bool writes = S::CUTS_K == 1 || group == rank;
+        if (writes) factors_of<S>(p, factor, t);
 #pragma unroll
         for (int i = 0; E == EPILOGUE_QKV && i < 2 * S::BLOCKS_64; i++)
-            if (S::SUMS <= row_turn::MOST_SUMS)
+            if (writes && S::SUMS <= row_turn::MOST_SUMS)
                 turns[i / 2][i % 2].ask(p, t + i / 2 * 64 + i % 2 * 8, tile);
-        if (E == EPILOGUE_ADD && S::PARTS_K == 1) before.ask_first(p, t, tile);
+        if (E == EPILOGUE_ADD && S::CUTS_K == 1) before.ask_first(p, t, tile);
         if (!S::TOGETHER) named_barrier(TURN + group, CONSUMERS);
         multiply_tile<S>(sums, schedule, ring, in, W, round * schedule.steps,
                          rounds * schedule.steps, rank, give_turn);
-        if (S::PARTS_K > 1 && group != rank) {
+        if (!writes) {
             hand_over<S>(ring, sums[0], rank ^ 1);
             continue;
         }
-        if (E == EPILOGUE_ADD && S::PARTS_K > 1) before.ask_first(p, t, tile);
-        if (S::PARTS_K > 1) take_over<S>(ring, sums[0]);
+        if (E == EPILOGUE_ADD && S::CUTS_K > 1) before.ask_first(p, t, tile);
+        if (S::CUTS_K > 1) take_over<S>(ring, sums[0]);
         if (E == EPILOGUE_ADD) add_tile<S>(p, sums, factor, before, t, tile);
 #pragma unroll
         for (int block = 0; block < S::BLOCKS_64 && E != EPILOGUE_ADD; block++) {
@@ -234,9 +235,9 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  * Owners    a cluster of two blocks two neighbouring tiles, and every workers-th pair of them; with
  *           HALVES one tile, of which either block writes 64 rows. In a block two warpgroups consume,
  *           and of the third one thread produces.
- * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers. With
- *           ACTIVATE the first half of the latter are gate rows and the second their up rows, so
- *           that a thread holds both sums.
+ * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers; with
+ *           HALVES what the other block hands over. With ACTIVATE the first half of W's rows are
+ *           gate rows and the second their up rows, so that a thread holds both sums.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
  * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
  * Numerics  f32 sums over K in ascending order; with HALVES those of its halves, and then the two. Rows
@@ -266,9 +267,9 @@ __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, S::READERS);
         }
-        barrier_init(ring.handed, 1);
+        if (S::CUTS_K > 1) barrier_init(ring.handed, 1);
         barriers_ready();
-        if (S::PARTS_K > 1) barrier_expect(ring.handed, S::HANDED_BYTES);
+        if (S::CUTS_K > 1) barrier_expect(ring.handed, S::HANDED_BYTES);
     }
     cluster_sync(); /* first */
     if (threadIdx.x >= CONSUMERS) {
@@ -288,7 +289,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 using kernel = void (*)(CUtensorMap, CUtensorMap, product, schedule);
 
 struct form {
-    int tile_t, tile_n, below, beside, parts; /* parts: of K */
+    int tile_t, tile_n, below, beside, cuts; /* cuts: of K */
     bool together;
     int shared;
     kernel kernels[4]; /* by epilogue; NULL: none for that one */
@@ -300,7 +301,7 @@ template <class S> constexpr kernel kernel_of_heads() {
 }
 
 template <class S> constexpr kernel kernel_of_activation() {
-    if constexpr (S::PARTS_K == 1) return matmul_wgmma<S, EPILOGUE_ACTIVATE>;
+    if constexpr (S::CUTS_K == 1) return matmul_wgmma<S, EPILOGUE_ACTIVATE>;
     return NULL; /* gate and up have many tiles */
 }
 
@@ -309,14 +310,14 @@ template <class S> constexpr kernel kernel_of_add() {
     return NULL; /* registers would spill */
 }
 
-template <int T, int N, pair PAIR = BELOW, bool TOGETHER = PAIR == HALVES>
+template <int T, int N, sharing BLOCKS = BELOW, bool TOGETHER = BLOCKS == HALVES>
 constexpr form form_of() {
-    using S = shape<T, N, PAIR, TOGETHER>;
+    using S = shape<T, N, BLOCKS, TOGETHER>;
     return {T,
             N,
             S::BELOW_T,
             S::BESIDE_N,
-            S::PARTS_K,
+            S::CUTS_K,
             TOGETHER,
             S::SHARED,
             {matmul_wgmma<S, EPILOGUE_STORE>, kernel_of_add<S>(), kernel_of_activation<S>(),
@@ -330,7 +331,7 @@ constexpr form forms[] = {
     form_of<128, 96, HALVES>(),
     form_of<128, 192, HALVES>(),
     /* Where tiles of 64 rows fill the clusters without cutting K: 4096 x 256 are 128 tiles of the first,
-     * 6144 x 256 as many of the second, 28672 x 128 twice as many of the last. */
+     * 28672 x 128 twice as many of the last; the second fills some shapes between. */
     form_of<64, 128>(),
     form_of<64, 192>(),
     form_of<64, 224>(),
@@ -339,7 +340,7 @@ constexpr form forms[] = {
     form_of<128, 128>(),
     form_of<128, 176>(),
     form_of<128, 192>(),
-    /* The same with half of the rows in a cluster, where T has an odd number of tiles. */
+    /* The same with 128 rows in a cluster, not 256, where T has an odd number of tiles. */
     form_of<128, 128, BESIDE>(),
     form_of<128, 176, BESIDE>(),
     /* A single wave, which both warpgroups end together: 4096 x 512 and 6144 x 512 are 128 tiles. The
@@ -358,7 +359,7 @@ int heads_of(const form &form) {
 schedule schedule_for(const struct cuda_backend *b, const struct product *p, const form &form) {
     const int units = p->epilogue == EPILOGUE_ACTIVATE ? form.tile_n / 2 : form.tile_n;
     schedule schedule = {};
-    schedule.steps = divide_up(divide_up(p->K, PANEL_DEPTH), form.parts);
+    schedule.steps = divide_up(divide_up(p->K, PANEL_DEPTH), form.cuts);
     schedule.tiles_t = divide_up(p->T, form.tile_t * form.below);
     int columns = divide_up(units_of(*p), units);
     if (p->epilogue == EPILOGUE_QKV) {
@@ -385,14 +386,14 @@ double cost(const form &form, const schedule &schedule, const product &p) {
     const int seen = form.together ? waves : form.tile_t / 64;
     const double cycles = waves * schedule.steps * step +
                           seen * form.tile_n * (p.epilogue == EPILOGUE_ADD ? 40.0 : 20.0);
-    return form.parts > 1 ? 0.9 * cycles : cycles;
+    return form.cuts > 1 ? 0.9 * cycles : cycles;
 }
 
 /* Whether there is a kernel. One that cuts K takes a single tile: there is room for the sums of one. */
 bool takes(const struct cuda_backend *b, const struct product *p, const form &form) {
     const schedule schedule = schedule_for(b, p, form);
     return form.kernels[p->epilogue] &&
-           (form.parts == 1 || schedule.tiles_t * schedule.tiles_n == schedule.workers);
+           (form.cuts == 1 || schedule.tiles_t * schedule.tiles_n == schedule.workers);
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {

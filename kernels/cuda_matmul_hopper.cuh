@@ -21,7 +21,6 @@ enum {
     CONSUMER_REGISTERS = 232,
     SHARED_BYTES = 227 << 10,
     BARRIER_BYTES = 256,
-    MOST_STAGES = 16,
     CLUSTER = 2,
     BOTH = 3, /* blocks of a cluster, a bit each */
     /* QKV: neighbouring dimensions of a head in a tile, and as many that turn with them. */
@@ -32,17 +31,17 @@ enum {
 };
 
 /* What the two blocks of a cluster have in common. Of tiles one below the other it is W, of tiles side
- * by side the rows: each block fetches half of it and sends it to both. Or one tile, of which each
- * multiplies half of K: where tiles are few, and the rows that come from L2 with them many. */
-enum pair { BELOW, BESIDE, HALVES };
+ * by side the rows: each block fetches half of it and sends it to both. Or it is the tile, of which each
+ * multiplies half of K: where tiles are few, wider ones read the rows less often. */
+enum sharing { BELOW, BESIDE, HALVES };
 
 /* A tile, and how blocks and warpgroups share. */
-template <int T, int N, pair PAIR, bool TOGETHER_> struct shape {
+template <int T, int N, sharing BLOCKS, bool TOGETHER_> struct shape {
     static constexpr int TILE_T = T, TILE_N = N; /* rows; rows of W */
     static constexpr int BELOW_T =
-        PAIR == BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
-    static constexpr int BESIDE_N = PAIR == BESIDE ? CLUSTER : 1;
-    static constexpr int PARTS_K = PAIR == HALVES ? CLUSTER : 1;
+        BLOCKS == BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
+    static constexpr int BESIDE_N = BLOCKS == BESIDE ? CLUSTER : 1;
+    static constexpr int CUTS_K = BLOCKS == HALVES ? CLUSTER : 1;
     /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
      * they take turns by whole tile: one writes while the other has the tensor cores. */
     static constexpr bool TOGETHER = TOGETHER_;
@@ -51,18 +50,18 @@ template <int T, int N, pair PAIR, bool TOGETHER_> struct shape {
     static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
     static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
     static constexpr int HANDED_BYTES =
-        PAIR == HALVES ? 64 * N * 4 : 0; /* sums of the other block */
-    static constexpr int BESIDES = BARRIER_BYTES + PANEL_ALIGNMENT + HANDED_BYTES;
-    static constexpr int FIT = (SHARED_BYTES - BESIDES) / STAGE_BYTES;
-    static constexpr int STAGES = FIT < MOST_STAGES ? FIT : MOST_STAGES;
-    static constexpr int SHARED = STAGES * STAGE_BYTES + BESIDES;
+        BLOCKS == HALVES ? 64 * N * 4 : 0; /* sums of the other block */
+    static constexpr int OTHER_BYTES = BARRIER_BYTES + PANEL_ALIGNMENT + HANDED_BYTES;
+    static constexpr int STAGES = (SHARED_BYTES - OTHER_BYTES) / STAGE_BYTES;
+    static constexpr int SHARED = STAGES * STAGE_BYTES + OTHER_BYTES;
     static constexpr int HEADS = N / (2 * SPAN); /* QKV: that a tile has a part of */
     /* QKV: in each of the parts that W's rows are fetched in. */
     static constexpr bool WHOLE_HEADS = N % (2 * SPAN * BELOW_T) == 0;
     /* Blocks that a stage's bytes go to, and warps of them that must have read it before it is filled
      * again. */
-    static constexpr int FILLED = CLUSTER / PARTS_K, READERS = FILLED * (TOGETHER ? 8 : 4);
-    static_assert(TOGETHER || PAIR != HALVES, "the sums of 64 rows are handed over");
+    static constexpr int FILLED = CLUSTER / CUTS_K, READERS = FILLED * (TOGETHER ? 8 : 4);
+    static_assert(BLOCKS != HALVES || (TOGETHER && T == 128), "64 rows for either block");
+    static_assert(T * BELOW_T <= CUDA_TILE_ROWS, "regions have whole tiles (model/plan.c)");
     static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
     static_assert(N >= CUDA_LEAST_TILE,
                   "REGION_SQUARES (model/plan.c) has room for every tile's part");
@@ -179,8 +178,8 @@ __device__ __forceinline__ int unknown(int row) {
 }
 
 /* ADD: what a thread's results are added to, in rounds of BATCH octets of one row. A round is asked for
- * DEPTH - 1 rounds ahead, the first one before the tile's products; all of them then, where registers
- * hold it. */
+ * DEPTH - 1 rounds ahead, the first one before the tile's products (with HALVES, where registers are
+ * short, after them); all of them then, where registers hold it. */
 template <class S> struct residual {
     static constexpr int OCTETS = S::TILE_N / 8;
     static constexpr int BATCH = 8;

@@ -235,7 +235,7 @@ def products(peers: Peers, name: str) -> None:
     print()
     path = ", general path" if peers.general else ""
     summary(f"{name}{path}, M >= 512", many)
-    summary(f"{name}, 16 <= M < 512", few)
+    summary(f"{name}{path}, 16 <= M < 512", few)
 
 
 # ---- attention ----

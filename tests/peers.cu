@@ -8,7 +8,6 @@
 #include <dlfcn.h>
 
 static struct cuda_backend backend;
-static bool general; /* what devices without wgmma run */
 static char failure[256];
 
 static int failed(const char *call, const char *why) {
@@ -60,14 +59,13 @@ extern "C" int peers_open() {
 
 /* From now on the kernels of the general path, or not. They have no QKV and no gamma. */
 extern "C" int peers_general(int on) {
-    general = on;
+    backend.general = on;
     return 0;
 }
 
 /* The epilogues of struct product, as a step of the engine has them. in: T rows, and memory up to whole
- * CUDA_TILE_ROWS. out: STORE and ADD f32 [T, N],
- * ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T, D] of keys and as much of values, one after
- * the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [max(256, N/64 + 2), max(T, 64)]. QKV:
+ * CUDA_TILE_ROWS. out: STORE and ADD f32 [T, N], ACTIVATE bf16 [T, N/2], QKV bf16 [T, H, D] of q, [G, T,
+ * D] of keys and as much of values, one after the other. ADD: gamma f32 [N], next bf16 [T, N], squares f32 [max(256, N/64 + 2), max(T, 64)]. QKV:
  * slots (zeros) and positions (0 to T - 1) i32 [T], rope f32 [T, 2, D/2]. */
 extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, int K, const void *in,
                              const void *W, void *out, const float *gamma, void *next,
@@ -92,10 +90,10 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
     __nv_bfloat16 *const values = keys + (size_t)G * T * D;
     p.heads = {out, keys, values, slots, positions, rope, H, G, D, T, D / 2};
-    if (general ? p.epilogue == EPILOGUE_QKV || p.gamma : !cuda_matmul_hopper_takes(&p))
+    if (backend.general ? p.epilogue == EPILOGUE_QKV || p.gamma : !cuda_matmul_hopper_takes(&p))
         return failed("product", "not of this shape");
     backend.stream = stream;
-    if (general)
+    if (backend.general)
         cuda_matmul(&backend, &p);
     else
         cuda_matmul_hopper(&backend, &p);
@@ -122,10 +120,10 @@ extern "C" int peers_attention(cudaStream_t stream, int T, int H, int G, int D, 
     a.D = D;
     a.S = S;
     a.scale = scale;
-    if (!general && !cuda_attention_hopper_takes(&a))
+    if (!backend.general && !cuda_attention_hopper_takes(&a))
         return failed("attention", "not of this shape");
     backend.stream = stream;
-    if (general)
+    if (backend.general)
         cuda_attention_prefill(&backend, &a);
     else
         cuda_attention_hopper(&backend, &a);

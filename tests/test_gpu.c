@@ -166,17 +166,19 @@ static void check_prompt(struct prompt p, int classified, size_t every, enum pat
 }
 
 /* Each tile of cuda_matmul_hopper.cu with all of its endings: heads, x += (C wide), gate and up (2F),
- * logits (V). Ragged in all dimensions; the last prompt gives both warpgroups of a multiprocessor
- * several tiles each. */
+ * logits (V). Ragged in all dimensions. Those that cut K take `tall`, and go through their ring more than
+ * once; the others take `large`, which gives both warpgroups of a multiprocessor several tiles each. */
 static void prompts_on_every_tile(void) {
     static const struct prompt small = {{440, 1, 6, 2, 96, 216, 433}, 77, 3},
                                middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65},
+                               tall = {{1928, 1, 9, 3, 64, 2104, 2883}, 129, 5},
                                large = {{1928, 1, 27, 9, 64, 2104, 2883}, 2100, 0};
     for (int tile = 1; tile <= cuda_tiles(); tile++) {
         check_prompt(small, 70, 1, OWN, tile);
         check_prompt(small, 70, 1, CHAINED, tile);
         if (quick && tile % 3 != 1) continue; /* of each kind one */
         check_prompt(middle, 130, 7, CHAINED, tile);
+        check_prompt(tall, 70, 9, CHAINED, tile);
         check_prompt(large, 2099, quick ? 67 : 29, CHAINED, tile);
     }
 }
@@ -321,16 +323,17 @@ static void the_same_bits_again(void) {
         }
 }
 
-/* A prompt whose products give both warpgroups several tiles. */
+/* Prompts whose products give both warpgroups several tiles, or that cut K. */
 static void the_same_bits_of_a_prompt(void) {
     static const struct shape shape = {1928, 1, 27, 9, 64, 2104, 2883};
-    for (int tile = quick ? 3 : 1; tile <= cuda_tiles(); tile += quick ? 5 : 1) {
-        struct gpu g;
-        gpu_open(&g, random_config(shape, BF16), (struct limits){2100, 2100, 1, 70, 1, true});
-        cuda_one_tile(&g.device, tile);
-        check_repeats(&g, (struct rows){2100, 70}, 0, quick ? 2 : 8);
-        gpu_close(&g);
-    }
+    for (int tile = 1; tile <= cuda_tiles(); tile += quick ? 5 : 1)
+        for (int T = 129; T <= 2100; T += 2100 - 129) {
+            struct gpu g;
+            gpu_open(&g, random_config(shape, BF16), (struct limits){T, T, 1, 70, 1, true});
+            cuda_one_tile(&g.device, tile);
+            check_repeats(&g, (struct rows){T, 70}, 0, quick ? 2 : 8);
+            gpu_close(&g);
+        }
 }
 
 /* ---- draws ---- */

@@ -39,19 +39,24 @@ static void test_plan_regions(void **state) {
     assert_true(plan.region[REGIONS - 1].offset + plan.region[REGIONS - 1].bytes <= plan.bytes);
 }
 
-/* What a plan for a GPU holds: the cache in the weights' dtype, no CPU buffers. */
+/* What a plan for a GPU holds: the cache in the weights' dtype, whole tiles of rows where products read
+ * them, no CPU buffers. */
 static void test_plan_for_a_device(void **state) {
     (void)state;
     struct config c = plan_config();
     struct plan plan;
     struct error error = {0};
-    struct limits limits = {1001, 512, 2, 3, 2, true};
+    struct limits limits = {1001, 500, 2, 3, 2, true};
+    assert_int_equal(plan_device_rows(&limits), 512);
     for (enum dtype m = F32; m <= BF16; m++) {
         c.weight_dtype = m;
         assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
         assert_int_equal(plan.region[REGION_KEYS].bytes, dtype_size(m) * 30 * 2 * 3 * 1001 * 64);
         assert_int_equal(plan.region[REGION_VALUES].bytes, plan.region[REGION_KEYS].bytes);
-        assert_int_equal(plan.region[REGION_Q].bytes, dtype_size(m) * 512 * 9 * 64);
+        assert_int_equal(plan.region[REGION_Q].bytes, dtype_size(m) * 500 * 9 * 64);
+        assert_int_equal(plan.region[REGION_A].bytes, dtype_size(m) * 512 * 9 * 64);
+        assert_int_equal(plan.region[REGION_H].bytes, dtype_size(m) * 512 * (size_t)c.ffn);
+        assert_int_equal(plan.region[REGION_PANELS].bytes, dtype_size(m) * 512 * (size_t)c.width);
         assert_int_equal(plan.region[REGION_THREADS].bytes, 0);
         for (int r = 0; r + 1 < REGIONS; r++)
             assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);
