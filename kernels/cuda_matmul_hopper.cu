@@ -1,8 +1,9 @@
 /* Products in bf16 on sm_90 (wgmma): the kernel for more than 64 rows, and the choice of its tile.
  *
  * TFLOP/s on an H200, with what follows, for the widths of the 8B model at 512, 2048 and 8192 rows:
- * qkv 616, 640, 636; out 527, 543, 604; gate and up 650, 686, 692; down 571, 675, 630. cuBLAS without
- * it, in turns with these: 643, 650, 692; 616, 582, 636; 622, 688, 668; 593, 751, 631. */
+ * qkv 668, 667, 657; out 571, 617, 627; gate and up 708, 701, 703; down 635, 705, 641. cuBLAS without
+ * it, in turns with these: 708, 677, 701; 649, 678, 661; 704, 667, 709; 672, 764, 689
+ * (tests/results/h200-peers.txt). */
 #include "kernels/cuda_matmul_hopper.cuh"
 #include "kernels/cuda_test.h"
 
