@@ -312,13 +312,13 @@ static int generation(struct run *r, struct error *error) {
     struct sampling *sampling = &r->options.sampling;
     int code = choose_seed(&sampling->seed, r->options.seed, error);
     if (code) return code;
-    if (sampling->temperature > 0) note(&r->options, "seed %" PRIu64, sampling->seed);
     code = sampler_open(&r->sampler, *sampling, r->file.config.vocab_used, error);
     struct limits limits = {
         .context = r->options.context, .chunk = r->options.chunk, .slots = 1, .classified = 1};
     if (!code) code = start_engine(r, limits, error);
-    if (!code) code = generate(r, error);
-    return code;
+    if (code) return code;
+    if (sampling->temperature > 0) note(&r->options, "seed %" PRIu64, sampling->seed);
+    return generate(r, error);
 }
 
 /* ---- the other things that run does ---- */
@@ -354,7 +354,7 @@ static int logits(struct run *r, struct error *error) {
         return fail(error, EXIT_USAGE, "--logits %s would overwrite the model", r->options.logits);
     r->logits = fopen(r->options.logits, "wb");
     if (!r->logits)
-        return fail(error, EXIT_INTERNAL, "%s: cannot be opened: %s", r->options.logits,
+        return fail(error, EXIT_USAGE, "--logits %s: cannot be opened: %s", r->options.logits,
                     strerror(errno));
     code = prefill(r, true, write_logits, error);
     if (fclose(r->logits) && !code)

@@ -119,7 +119,7 @@ int prompt_ids(struct ids *ids, const struct options *o, const struct config *c,
     if (code || o->tokenize) return code;
     if (ids->count == 0)
         return fail(error, EXIT_USAGE,
-                    "the prompt is empty and no BOS is added: nothing to start from");
+                    "the prompt has no tokens and no BOS is added: nothing to start from");
     if (ids->count > (size_t)context)
         return fail(error, EXIT_USAGE,
                     "the prompt has %zu tokens, but the context only %d positions; -c sets it",
@@ -165,10 +165,12 @@ int tokenizer_open_file(struct tokenizer **tokenizer, const char *path, int voca
         if ((code = model_open(&other, path, error))) return code;
         code = other.tokenizer ? tokenizer_open(tokenizer, other.tokenizer, other.tokenizer_bytes,
                                                 vocab, &inner)
-                               : fail(&inner, EXIT_BAD_FILE, "has no tokenizer");
+                               : fail(&inner, EXIT_BAD_FILE, "tokenizer: there is none");
         model_close(&other);
     }
-    return code ? fail(error, code, "%s: tokenizer: %s", path, inner.text) : 0;
+    if (code != EXIT_BAD_FILE) return code ? fail(error, code, "%s: %s", path, inner.text) : 0;
+    return fail(error, code, "%s: %s; -z takes a model.bin that has one, or a sentencepiece model",
+                path, inner.text);
 }
 
 int choose_seed(uint64_t *seed, const char *text, struct error *error) {

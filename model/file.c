@@ -67,9 +67,11 @@ static int read_header(struct model_file *file, struct error *error) {
         return fail(error, EXIT_BAD_FILE, "%s: cannot be read: %s", file->path, strerror(errno));
     if ((size_t)got < sizeof h || memcmp(h, magic, sizeof magic) != 0)
         return fail(error, EXIT_BAD_FILE,
-                    "%s: not a roofline model: expected %d bytes that start with ROOFLINE, found "
-                    "%llu bytes; make one with: .venv/bin/python -m export SOURCE -o model.bin",
-                    file->path, HEADER_BYTES, (unsigned long long)file->file_bytes);
+                    "%s: not a roofline model: expected %d bytes or more that start with ROOFLINE, "
+                    "found %llu that start with 0x%02x%02x%02x%02x; make one with: "
+                    ".venv/bin/python -m export SOURCE -o model.bin",
+                    file->path, HEADER_BYTES, (unsigned long long)file->file_bytes, h[0], h[1],
+                    h[2], h[3]);
     if (read_u32(h + 8) != 1)
         return fail(error, EXIT_BAD_FILE,
                     "%s: format version %u, expected 1: export the model again", file->path,

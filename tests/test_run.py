@@ -244,6 +244,23 @@ def test_file_size_limit(bf16, tmp_path):
     assert "logits" in refusal(1, bf16, "-p", "Once", "--logits", target, preexec_fn=limit)
 
 
+def test_what_cannot_begin_says_one_line(bf16):
+    """Without --quiet as well."""
+    not_a_tokenizer = Path(__file__)
+    for code, what, *arguments in (
+        (5, "--device cuda:99", "--device", "cuda:99"),
+        (3, "-z takes a model.bin", "-z", not_a_tokenizer),
+        (2, "--tokens is -5", "-n", -5),
+    ):
+        done = run(bf16, "-p", "x", *arguments)
+        assert done.returncode == code and done.stdout == b""
+        assert done.stderr.count(b"\n") == 1 and what.encode() in done.stderr, done.stderr
+
+
+def test_logits_go_where_a_file_can_be(bf16):
+    assert "cannot be opened" in refusal(2, bf16, "-p", "Once", "--logits", "/none/such")
+
+
 def test_logits_do_not_overwrite_the_model(tmp_path, bf16):
     link = tmp_path / "model.bin"
     link.symlink_to(bf16)
