@@ -26,10 +26,10 @@ HASH     := \#
 ifeq ($(origin NVCC),undefined) # NVCC= builds without CUDA
 NVCC     := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 endif
-NVCC     := $(if $(NVCC),$(realpath $(shell command -v $(NVCC))))
+override NVCC := $(if $(NVCC),$(realpath $(shell command -v $(NVCC))))
 CUDA     := $(if $(NVCC),$(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\).*/\1/p'))
 ifeq ($(shell [ "0$(CUDA)" -ge 12 ] && echo yes),) # older ones do not know Hopper
-NVCC     :=
+override NVCC :=
 endif
 MISSING  := $(if $(call try_c,$(HASH)include <xxhash.h>),,libxxhash-dev) \
             $(if $(call try_c,$(HASH)include <utf8proc.h>),,libutf8proc-dev) \
