@@ -6,6 +6,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 void note(const struct options *options, const char *format, ...) {
@@ -17,10 +18,18 @@ void note(const struct options *options, const char *format, ...) {
     fputc('\n', stderr);
 }
 
+/* Whether stdout and stderr are one file or pipe, as in a log. */
+static bool one_log(void) {
+    struct stat out, err;
+    return fstat(STDOUT_FILENO, &out) == 0 && fstat(STDERR_FILENO, &err) == 0 &&
+           out.st_dev == err.st_dev && out.st_ino == err.st_ino;
+}
+
 void output_open(struct output *output, const struct options *options) {
     memset(output, 0, sizeof *output);
     output->options = options;
     output->terminal = isatty(STDOUT_FILENO) == 1;
+    output->ends_line = output->terminal || (!options->quiet && one_log());
 }
 
 int output_raw(const char *text, size_t bytes, struct error *error) {
@@ -124,6 +133,6 @@ int output_unchecked(struct output *output, const char *text, size_t bytes, stru
 
 int output_end(struct output *output, struct error *error) {
     int code = release(output, output->held_bytes, error);
-    if (!code && output->terminal && output->line_open) code = output_raw("\n", 1, error);
+    if (!code && output->ends_line && output->line_open) code = output_raw("\n", 1, error);
     return code;
 }

@@ -9,6 +9,7 @@
 struct output {
     const struct options *options;
     bool terminal;
+    bool ends_line;                           /* more lines follow in the same place */
     bool stopped;                             /* a stop text came: nothing more is printed */
     bool line_open;                           /* the last byte printed was no line end */
     char held[MAX_STOP_BYTES + DECODER_ROOM]; /* may be the start of a stop text */
@@ -25,7 +26,7 @@ int output_text(struct output *output, const char *text, size_t bytes, struct er
 /* Prints text[0..bytes) whatever stop texts it holds: the echo of a prompt. The same errors. */
 int output_unchecked(struct output *output, const char *text, size_t bytes, struct error *error);
 
-/* Prints what was held back, and on a terminal the line's end. */
+/* Prints what was held back, and the line's end on a terminal or where stderr goes the same way. */
 int output_end(struct output *output, struct error *error);
 
 /* Writes bytes to stdout as they are: the same errors. */

@@ -287,6 +287,17 @@ def test_full_disk_is_an_error(bf16):
     assert "/dev/full" in refusal(1, bf16, "-p", "Once", "--logits", "/dev/full")
 
 
+def test_a_log_has_the_answer_on_lines_of_its_own(bf16):
+    command = [RUN, bf16, "-p", "Once", "-n", "3", "-t", "0", "--device", "cpu"]
+    log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    text = answer(bf16, "-p", "Once", "-n", 3, "-t", 0)
+    assert not text.endswith(b"\n") and log.stdout.startswith(text + b"\nprompt: ")
+    quiet = subprocess.run(
+        [*command, "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True
+    )
+    assert quiet.stdout == text
+
+
 def test_closed_stderr_is_no_matter(bf16):
     command = [RUN, str(bf16), "-p", "Once", "-n", "3", "-t", "0", "--verbose"]
     reader, writer = os.pipe()
