@@ -115,9 +115,10 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32).astype(np.float64)
 
 
-def forward(model: ModelFile, ids, stored=lambda x: x) -> np.ndarray:
+def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
     """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
     number that a backend keeps between two operators: the inputs of products, queries, the cache.
+    product is what becomes of rows [T, K] and a matrix [N, K].
     """
     c = model.config
     heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
@@ -133,7 +134,7 @@ def forward(model: ModelFile, ids, stored=lambda x: x) -> np.ndarray:
 
     def normed_product(x, name, matrix):
         rows, factor = norm(x, name)
-        return rows @ weights[matrix].T * factor
+        return product(rows, weights[matrix]) * factor
 
     def rotate(x):
         first, second = x[..., : size // 2], x[..., size // 2 :]
@@ -152,9 +153,9 @@ def forward(model: ModelFile, ids, stored=lambda x: x) -> np.ndarray:
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
-        x = x + stored(mixed) @ weights[at + "out"].T
+        x = x + product(stored(mixed), weights[at + "out"])
         gate, up = np.split(normed_product(x, at + "norm_ffn", at + "gate_up"), 2, axis=-1)
-        x = x + stored(gate / (1 + np.exp(-gate)) * up) @ weights[at + "down"].T
+        x = x + product(stored(gate / (1 + np.exp(-gate)) * up), weights[at + "down"])
     return normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
 
 

@@ -85,34 +85,29 @@ def exact(dtype):
     return ids, reader.forward(reader.read(model(dtype)), ids)
 
 
-def plain_error(file, ids, right, draw):
-    """How far float64 with the backend's roundings is from float64 without, [T, V]. Draws differ by
-    2^-22 of each number before it is rounded, which is what the order of f32 sums may change."""
-    noise = np.random.default_rng(draw)
-
-    def stored(x):
-        return reader.to_bf16(x * (1 + 2**-22 * noise.standard_normal(x.shape)))
-
-    return np.abs(reader.forward(file, ids, stored) - right)
-
-
 @functools.cache
 def plain_errors():
-    """Of 16 draws: the largest error of each row [T], and the mean of all."""
+    """How far float64 with the backend's roundings is from float64 without: the largest error of
+    each row [draws, T], and the mean of all. Draws differ by what f32 may change: 2^-22 of each
+    number before it is rounded, and of each sum 2^-24 of the magnitudes that it adds up, since what
+    cancels does not take its error along. (Tensor cores cut off: row 0's sums were up to 28 times
+    that from the exact ones.) Some rows turn on that: of 400 draws row 17 errs by 0.2 to 1.8."""
     ids, right = exact("bf16")
-    file = reader.read(model("bf16"))
-    errors = [plain_error(file, ids, right, draw) for draw in range(16)]
-    return np.max([e.max(axis=1) for e in errors], axis=0), np.mean([e.mean() for e in errors])
+    file, largest, mean = reader.read(model("bf16")), [], []
+    for draw in range(16):
+        noise = np.random.default_rng(draw)
 
+        def stored(x, noise=noise):
+            return reader.to_bf16(x * (1 + 2**-22 * noise.standard_normal(x.shape)))
 
-def largest_of_more_draws(row, found):
-    """Some rows turn on a few roundings, and 16 draws may miss how: row 17 errs by 0.2 to 1.8 in
-    400 draws, row 0 by 0.2 three times in four, else by 0.45 to 0.54. So a row that errs by more
-    than twice what they found gets 60 more."""
-    ids, right = exact("bf16")
-    file, upto = reader.read(model("bf16")), slice(0, row + 1)
-    more = [plain_error(file, ids[upto], right[upto], 16 + draw)[row].max() for draw in range(60)]
-    return max(found, *more)
+        def product(rows, matrix, noise=noise):
+            sums, magnitudes = rows @ matrix.T, np.abs(rows) @ np.abs(matrix).T
+            return sums + 2**-24 * magnitudes * noise.standard_normal(sums.shape)
+
+        error = np.abs(reader.forward(file, ids, stored, product) - right)
+        largest.append(error.max(axis=1))
+        mean.append(error.mean())
+    return np.array(largest), np.mean(mean)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 1024])
@@ -127,10 +122,7 @@ def test_logits_err_as_a_plain_computation(dtype, chunk, tmp_path):
         assert error.max() <= 1e-3
         return
     largest, mean = plain_errors()
-    largest = largest.copy()
-    for row in (error.max(axis=1) > 2 * largest).nonzero()[0]:
-        largest[row] = largest_of_more_draws(row, largest[row])
-    ratio = error.max(axis=1) / largest
+    ratio = error.max(axis=1) / largest.max(axis=0)
     print(
         f"bf16, chunks of {chunk}: rows {ratio.mean():.2f} times the largest of plain draws, "
         f"row {ratio.argmax()} {ratio.max():.2f} times; mean {error.mean():.3g}, plain {mean:.3g}"
