@@ -311,9 +311,9 @@ template <class S> constexpr kernel kernel_of_add() {
     return NULL; /* registers would spill */
 }
 
-template <int T, int N, sharing BLOCKS = BELOW, bool TOGETHER = BLOCKS == HALVES>
+template <int T, int N, sharing SHARING = BELOW, bool TOGETHER = SHARING == HALVES>
 constexpr form form_of() {
-    using S = shape<T, N, BLOCKS, TOGETHER>;
+    using S = shape<T, N, SHARING, TOGETHER>;
     return {T,
             N,
             S::BELOW_T,

@@ -36,12 +36,12 @@ enum {
 enum sharing { BELOW, BESIDE, HALVES };
 
 /* A tile, and how blocks and warpgroups share. */
-template <int T, int N, sharing BLOCKS, bool TOGETHER_> struct shape {
+template <int T, int N, sharing SHARING, bool TOGETHER_> struct shape {
     static constexpr int TILE_T = T, TILE_N = N; /* rows; rows of W */
-    static constexpr int BELOW_T =
-        BLOCKS == BELOW ? CLUSTER : 1; /* tiles of a cluster along T, and N */
-    static constexpr int BESIDE_N = BLOCKS == BESIDE ? CLUSTER : 1;
-    static constexpr int CUTS_K = BLOCKS == HALVES ? CLUSTER : 1;
+    /* Tiles of a cluster along T, and along N; pieces of K, of a block each. */
+    static constexpr int BELOW_T = SHARING == BELOW ? CLUSTER : 1;
+    static constexpr int BESIDE_N = SHARING == BESIDE ? CLUSTER : 1;
+    static constexpr int CUTS_K = SHARING == HALVES ? CLUSTER : 1;
     /* Both warpgroups take 64 rows of one tile, and nobody multiplies while they write it. Else
      * they take turns by whole tile: one writes while the other has the tensor cores. */
     static constexpr bool TOGETHER = TOGETHER_;
@@ -49,8 +49,8 @@ template <int T, int N, sharing BLOCKS, bool TOGETHER_> struct shape {
     static constexpr int SUMS = BLOCKS_64 * N / 2; /* of a thread, which has 232 registers */
     static constexpr int IN_BYTES = T * PANEL_ROW_BYTES;
     static constexpr int STAGE_BYTES = IN_BYTES + N * PANEL_ROW_BYTES;
-    static constexpr int HANDED_BYTES =
-        BLOCKS == HALVES ? 64 * N * 4 : 0; /* sums of the other block */
+    /* Sums that the other block hands over. */
+    static constexpr int HANDED_BYTES = SHARING == HALVES ? 64 * N * 4 : 0;
     static constexpr int OTHER_BYTES = BARRIER_BYTES + PANEL_ALIGNMENT + HANDED_BYTES;
     static constexpr int STAGES = (SHARED_BYTES - OTHER_BYTES) / STAGE_BYTES;
     static constexpr int SHARED = STAGES * STAGE_BYTES + OTHER_BYTES;
@@ -60,7 +60,7 @@ template <int T, int N, sharing BLOCKS, bool TOGETHER_> struct shape {
     /* Blocks that a stage's bytes go to, and warps of them that must have read it before it is filled
      * again. */
     static constexpr int FILLED = CLUSTER / CUTS_K, READERS = FILLED * (TOGETHER ? 8 : 4);
-    static_assert(BLOCKS != HALVES || (TOGETHER && T == 128), "64 rows for either block");
+    static_assert(SHARING != HALVES || (TOGETHER && T == 128), "64 rows for either block");
     static_assert(T * BELOW_T <= CUDA_TILE_ROWS, "regions have whole tiles (model/plan.c)");
     static_assert(N % 16 == 0, "half of W's rows of a tile are whole groups of 8");
     static_assert(N >= CUDA_LEAST_TILE,
