@@ -45,11 +45,15 @@ enum {
     /* Rows up to which attention splits the cache of each row. */
     CUDA_DECODE_ROWS = 16,
     /* Rows up to which products on sm_90 have them as the narrow side of the tensor cores' products
-     * and W as the 64-row side. */
+     * and W as the 64-row side; above CUDA_LEAST_ROWS only where W has more than CUDA_SMALL_WEIGHTS bytes.
+     * 48 rows of SmolLM2 (W of 0.7 to 3.5 MB): 1175 us, and 1008 as many rows; of 1B (8 to 67 MB): 1228 and
+     * 1292; of 8B 4832 and 5265. */
     CUDA_FEW_ROWS = 64,
-    /* Parts of a row's sum of squares. Up to CUDA_FEW_ROWS rows one a block, at most CUDA_SQUARES (sm_90
-     * has 144 multiprocessors at most); with more one a tile along the columns, of which a tile has
-     * CUDA_LEAST_TILE at least. */
+    CUDA_LEAST_ROWS = 32,
+    CUDA_SMALL_WEIGHTS = 4 << 20,
+    /* Parts of a row's sum of squares. Of few rows one a block, at most CUDA_SQUARES (sm_90 has 144
+     * multiprocessors at most); of many one a tile along the columns, of which a tile has CUDA_LEAST_TILE
+     * at least. */
     CUDA_SQUARES = 256,
     CUDA_LEAST_TILE = 64,
     /* Rows that the tiles of a cluster have at most, in products of many rows. */

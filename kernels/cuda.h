@@ -30,7 +30,7 @@ struct cuda_backend {
         int rows, parts, stride; /* stride: from one part to the next */
     } normed;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
-    int tile;           /* of products of many rows, where tests ask for one (cuda_test.h) */
+    int tile;           /* of products of many rows, where tests ask for one (cuda_one_tile) */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
     /* by rows, classified rows, whether an id is drawn, whether the cache is short */
     cudaGraphExec_t graph[CUDA_GRAPH_ROWS + 1][CUDA_GRAPH_ROWS + 1][2][2];
@@ -176,7 +176,7 @@ struct product {
 void cuda_matmul(struct cuda_backend *b, const struct product *p);
 void cuda_matmul_f32(struct cuda_backend *b, const struct product *p);
 
-/* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu up to CUDA_FEW_ROWS rows. */
+/* bf16, on sm_90 alone: cuda_matmul_hopper.cu, and cuda_matmul_few.cu for few rows (config.h). */
 bool cuda_matmul_hopper_takes(const struct product *p);
 void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p);
 /* From one part of the rows' sums of squares to the next, in a step of T rows. */

@@ -152,7 +152,8 @@ void cuda_general_path(struct engine *e, bool on) {
 
 void cuda_one_tile(struct engine *e, int tile) {
     struct cuda_backend *b = backend_of(e);
-    if (tile < 0 || tile > cuda_tiles()) cuda_failed(b, "cuda_one_tile", cudaErrorInvalidValue);
+    if (tile < CUDA_FEW || tile > cuda_tiles())
+        cuda_failed(b, "cuda_one_tile", cudaErrorInvalidValue);
     b->tile = b->error.code ? 0 : tile;
 }
 

@@ -1,4 +1,4 @@
-/* Products in bf16 on sm_90 (wgmma): the kernel for more than 64 rows, and the choice of its tile.
+/* Products in bf16 on sm_90 (wgmma): the kernel for many rows, and the choice of its tile.
  *
  * TFLOP/s on an H200, with what follows, for the widths of the 8B model at 512, 2048 and 8192 rows:
  * qkv 668, 667, 657; out 571, 617, 627; gate and up 708, 701, 703; down 635, 705, 641. cuBLAS without
@@ -398,7 +398,7 @@ bool takes(const struct cuda_backend *b, const struct product *p, const form &fo
 }
 
 const form &choose(const struct cuda_backend *b, const struct product *p) {
-    if (b->tile && takes(b, p, forms[b->tile - 1])) return forms[b->tile - 1];
+    if (b->tile > 0 && takes(b, p, forms[b->tile - 1])) return forms[b->tile - 1];
     const form *best = NULL;
     double least = 0;
     for (const form &form : forms) {
@@ -411,14 +411,13 @@ const form &choose(const struct cuda_backend *b, const struct product *p) {
 
 } // namespace
 
-/* Whether the kernels here have what follows the product, for these rows. */
-static bool fits(const struct product *p) {
+/* Whether the kernel for few rows, or for many, has what follows the product. */
+static bool fits(const struct product *p, bool few) {
     const struct heads &h = p->heads;
-    const bool few = p->T <= CUDA_FEW_ROWS;
     switch (p->epilogue) {
     case EPILOGUE_STORE: return true;
     case EPILOGUE_ADD:
-        return few || (p->N % 8 == 0 && p->y_stride % 2 == 0 && (uintptr_t)p->y % 8 == 0);
+        return few || (p->N % 8 == 0 && p->y_stride % 4 == 0 && (uintptr_t)p->y % 16 == 0);
     case EPILOGUE_ACTIVATE: return p->N % 16 == 0 && (uintptr_t)p->h % 8 == 0;
     case EPILOGUE_QKV:
         return few ? h.D % 16 == 0 && h.half % 8 == 0 : h.half % SPAN == 0 && h.D == 2 * h.half;
@@ -426,10 +425,18 @@ static bool fits(const struct product *p) {
     return false;
 }
 
+/* Which one takes it. */
+static bool as_few(const struct cuda_backend *b, const struct product *p) {
+    if (p->T <= CUDA_LEAST_ROWS || p->T > CUDA_FEW_ROWS || !fits(p, false))
+        return p->T <= CUDA_FEW_ROWS;
+    if (b->tile) return b->tile == CUDA_FEW;
+    return (size_t)p->N * (size_t)p->K * sizeof(bf16) > CUDA_SMALL_WEIGHTS;
+}
+
 bool cuda_matmul_hopper_takes(const struct product *p) {
     const bool aligned = (uintptr_t)p->W % 16 == 0 && (uintptr_t)p->in % 16 == 0;
     return p->dtype == BF16 && p->T >= 1 && p->N >= 1 && p->K >= 8 && p->K % 8 == 0 && aligned &&
-           fits(p);
+           fits(p, p->T <= CUDA_FEW_ROWS);
 }
 
 int cuda_tiles(void) {
@@ -437,7 +444,7 @@ int cuda_tiles(void) {
 }
 
 int cuda_matmul_hopper_parts(const struct cuda_backend *b, const struct product *p) {
-    if (p->T <= CUDA_FEW_ROWS) return cuda_matmul_few_parts(b, p->N);
+    if (as_few(b, p)) return cuda_matmul_few_parts(b, p->N);
     const form &form = choose(b, p);
     return schedule_for(b, p, form).tiles_n * form.beside;
 }
@@ -448,7 +455,7 @@ void cuda_matmul_hopper(struct cuda_backend *b, const struct product *p) {
                     cudaErrorInvalidValue);
         return;
     }
-    if (p->T <= CUDA_FEW_ROWS) {
+    if (as_few(b, p)) {
         cuda_matmul_few(b, p);
         return;
     }

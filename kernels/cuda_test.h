@@ -12,7 +12,9 @@ extern "C" {
  * captured are forgotten. */
 void cuda_general_path(struct engine *e, bool on);
 /* How many tiles cuda_matmul_hopper.cu has for products of many rows; and all those by one of them, 1 to
- * so many, where it takes the shape and what follows the product; 0: the engine chooses. */
+ * so many, where it takes the shape and what follows the product; 0: the engine chooses. With a tile also
+ * 33 to 64 rows count as many, and with CUDA_FEW as few. */
+enum { CUDA_FEW = -1 };
 int cuda_tiles(void);
 void cuda_one_tile(struct engine *e, int tile);
 /* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,

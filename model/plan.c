@@ -51,8 +51,9 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
         bytes[REGION_H] = m * tiled * ffn;
         bytes[REGION_PANELS] = m * tiled * width;
         bytes[REGION_SCALES] = 4 * rows;
+        const uint64_t parts = width / CUDA_LEAST_TILE + 2;
         bytes[REGION_SQUARES] =
-            4 * max(CUDA_SQUARES * CUDA_FEW_ROWS, (width / CUDA_LEAST_TILE + 2) * rows);
+            4 * max(max(CUDA_SQUARES, parts) * CUDA_FEW_ROWS, parts * rows); /* whoever wrote x */
         bytes[REGION_PARTS] = 4 * min(rows, CUDA_DECODE_ROWS) * CUDA_PARTS * heads * (head_dim + 2);
         bytes[REGION_COUNTERS] = 4 * CUDA_COUNTERS;
         bytes[REGION_DRAWS] = 4 * (CUDA_DRAW_WORDS + 2 * (uint64_t)c->vocab);

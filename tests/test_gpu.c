@@ -66,6 +66,10 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
     gpu_open(&g, c, (struct limits){position + T + T % 5, T + T % 3, 2, T, 1, true});
     check_step(&g, T, position, shape.C > 2000 ? 7 : 1);
+    if (T > CUDA_LEAST_ROWS && T <= CUDA_FEW_ROWS) { /* as many rows above, with weights so small */
+        cuda_one_tile(&g.device, CUDA_FEW);
+        check_step(&g, T, position, shape.C > 2000 ? 7 : 1);
+    }
     gpu_close(&g);
 }
 
@@ -97,7 +101,7 @@ static void operators_of_few_rows_at_every_width(void) {
 
 /* A layer as wide as the 8B model's, whose configurations small shapes do not reach. */
 static void operators_on_a_wide_layer(void) {
-    static const int few[] = {1, 2, 4, 5, 16, 17, 130};
+    static const int few[] = {1, 2, 4, 5, 16, 17, 48, 130};
     const struct shape wide = {4096, 1, 32, 8, 128, 14336, 1003};
     const int count = sizeof few / sizeof *few;
     for (int dtype = quick ? BF16 : F32; dtype <= BF16; dtype++) {
@@ -147,8 +151,8 @@ struct prompt {
     int T, position;
 };
 
-/* bf16, in slot 1 of two; on the device's own path, or that in a chain. tile: 0, or which one of
- * cuda_tiles() all products of many rows take. */
+/* bf16, in slot 1 of two. tile: 0, or which one of cuda_tiles() all products of many rows take on the
+ * device's own path. */
 static void check_prompt(struct prompt p, int classified, size_t every, enum path path, int tile) {
     struct gpu g;
     gpu_open(&g, random_config(p.shape, BF16),
@@ -156,6 +160,7 @@ static void check_prompt(struct prompt p, int classified, size_t every, enum pat
     struct step s = step_of(&g, (struct rows){p.T, classified}, every);
     s.chained = path == CHAINED;
     cuda_one_tile(&g.device, tile);
+    cuda_general_path(&g.device, path == GENERAL);
     fill_cache(&s, 1, (size_t)p.position);
     gpu_put_all(&g);
     row_numbers(&s, 2)[0] = p.position; /* for the name; the device is told below */
@@ -192,6 +197,16 @@ static void prompts_of_any_width(void) {
     for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i += quick ? 3 : 1)
         for (int path = OWN; path <= CHAINED; path += CHAINED - OWN)
             check_prompt(prompts[i], 7, 11, (enum path)path, 0);
+}
+
+/* Each tile of cuda_matmul.cu, as 132 multiprocessors choose it: heads and logits of the first prompt take
+ * `paired`, its gate and up `wide`; of the second `narrow` and, x += `square`; of the third `widest`. */
+static void prompts_on_every_general_tile(void) {
+    static const struct prompt prompts[] = {{{1928, 1, 27, 9, 64, 2104, 2883}, 2099, 0},
+                                            {{1928, 1, 27, 9, 64, 2104, 2883}, 700, 3},
+                                            {{72, 1, 2, 1, 64, 2040, 4077}, 1001, 1}};
+    for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i++)
+        check_prompt(prompts[i], prompts[i].T, quick ? 67 : 29, GENERAL, 0);
 }
 
 /* Attention of prompts: every size and grouping of heads. Then so many rows and heads that an
@@ -406,6 +421,7 @@ static const struct {
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
     {"prompts_on_every_tile", prompts_on_every_tile},
     {"prompts_of_any_width", prompts_of_any_width},
+    {"prompts_on_every_general_tile", prompts_on_every_general_tile},
     {"prompts_of_every_head", prompts_of_every_head},
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
