@@ -104,12 +104,17 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_f32(const struct product p)
 template <int ROWS, int COLUMNS, int STAGES> constexpr struct tile_form form(int cost) {
     constexpr int SHARED_BYTES = STAGES * SIDE * (ROWS + COLUMNS) * STEP_BYTES;
     static_assert(SHARED_BYTES <= 99 * 1024, "the smallest devices have it");
-    return {SIDE * ROWS,  SIDE * COLUMNS, THREADS,
-            SHARED_BYTES, cost,           matmul_f32<ROWS, COLUMNS, STAGES>};
+    return {SIDE * ROWS,
+            SIDE * COLUMNS,
+            THREADS,
+            SHARED_BYTES,
+            1,
+            cost,
+            matmul_f32<ROWS, COLUMNS, STAGES>};
 }
 
 void cuda_matmul_f32(struct cuda_backend *b, const struct product *p) {
     /* Few rows or columns, 4 x 4 sums a thread; many, 8 x 8: half the loads for a multiply-add. */
-    static const struct tile_form forms[] = {form<4, 4, 4>(15), form<8, 8, 3>(10)};
+    static const struct tile_form forms[] = {form<4, 4, 4>(150), form<8, 8, 3>(100)};
     launch_tiles(b, "matmul_f32", forms, p);
 }

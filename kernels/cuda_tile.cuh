@@ -7,6 +7,8 @@
 #include "kernels/cuda.cuh"
 #include "kernels/cuda.h"
 
+#include <algorithm>
+
 /* A row of a step in shared memory: 8 chunks of 16 bytes. Chunk c of row r lies at c ^ (r mod
  * 8), so that 8 rows' chunks c, and also the 8 chunks of a row, use every bank once. */
 constexpr int STEP_BYTES = 128;
@@ -184,7 +186,8 @@ __device__ __forceinline__ void store_tile(const struct product &p, const struct
 struct tile_form {
     int tile_t, tile_n, threads;
     int shared; /* bytes */
-    int cost;   /* time of an output on a busy multiprocessor, in tenths of the best form's */
+    int blocks; /* that a multiprocessor needs to be busy */
+    int cost;   /* time of an output on a busy multiprocessor, in hundredths of the best form's */
     void (*kernel)(struct product);
 };
 
@@ -199,7 +202,8 @@ void launch_tiles(struct cuda_backend *b, const char *name, const struct tile_fo
     for (const struct tile_form &form : forms) {
         const size_t tiles = (size_t)divide_up(p->T, form.tile_t) *
                              divide_up(output_columns(*p), tile_columns(*p, form.tile_n));
-        const size_t in_turn = (tiles + b->multiprocessors - 1) / b->multiprocessors;
+        const size_t in_turn =
+            std::max((tiles + b->multiprocessors - 1) / b->multiprocessors, (size_t)form.blocks);
         const double time = (double)in_turn * form.tile_t * form.tile_n * form.cost;
         if (best && (form.shared > b->shared_bytes || time >= least)) continue;
         best = &form, least = time, blocks = (unsigned)tiles;
