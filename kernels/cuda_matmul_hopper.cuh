@@ -136,15 +136,26 @@ __device__ __forceinline__ void factors_of(const product &p, float (&factor)[S::
  * Of rows t and t + 8, called half 0 and 1, a thread has two neighbouring sums in each octet of the
  * tile's columns (cuda_wgmma.cuh). */
 
-/* bf16 of two octets: lanes pass each other pairs, so that each has four neighbouring columns, even
- * lanes of the first octet and odd ones of the second. Where they begin, from the first octet on. */
+/* Of two octets lanes pass each other pairs, so that each has four neighbouring columns, even lanes of the
+ * first octet and odd ones of the second: as bf16 in two words, or as floats. A warp then reads or writes
+ * 32 or 64 bytes of a row at once, with half as many instructions (down of the 8B model: 2 %). */
 __device__ __forceinline__ uint2 four_of_pairs(uint32_t first, uint32_t second) {
     const bool odd = threadIdx.x % 2;
     const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
     return odd ? uint2{other, second} : uint2{first, other};
 }
+__device__ __forceinline__ float4 four_of_pairs(float2 first, float2 second) {
+    const bool odd = threadIdx.x % 2;
+    const float x = __shfl_xor_sync(0xffffffffu, odd ? first.x : second.x, 1);
+    const float y = __shfl_xor_sync(0xffffffffu, odd ? first.y : second.y, 1);
+    return odd ? float4{x, y, second.x, second.y} : float4{first.x, first.y, x, y};
+}
+/* Where they begin, from the first octet on: in the lane's octet, and in the two. */
+__device__ __forceinline__ int octet_of_four() {
+    return (int)threadIdx.x % 2 * 8;
+}
 __device__ __forceinline__ int column_of_four() {
-    return (int)threadIdx.x % 2 * 8 + (int)threadIdx.x % 4 / 2 * 4;
+    return octet_of_four() + (int)threadIdx.x % 4 / 2 * 4;
 }
 
 /* STORE: y = factor sums, columns from n on. PAIRS: two neighbours exist or do not, at a multiple of 8
@@ -177,29 +188,29 @@ __device__ __forceinline__ int unknown(int row) {
     return __shfl_sync(0xffffffffu, row, (int)threadIdx.x % 32);
 }
 
-/* ADD: what a thread's results are added to, in rounds of BATCH octets of one row. A round is asked for
- * DEPTH - 1 rounds ahead, the first one before the tile's products (with HALVES, where registers are
+/* ADD: what a thread's results are added to, in rounds of BATCH fours of one row. A round is asked for
+ * DEPTH - 1 rounds ahead, the first ones before the tile's products (with HALVES, where registers are
  * short, after them); all of them then, where registers hold it. */
 template <class S> struct residual {
-    static constexpr int OCTETS = S::TILE_N / 8;
-    static constexpr int BATCH = 8;
-    static constexpr int OF_ROW = (OCTETS + BATCH - 1) / BATCH, ROUNDS = 2 * S::BLOCKS_64 * OF_ROW;
-    static constexpr int DEPTH = S::SUMS > 64 ? 2 : ROUNDS;
-    float2 y[DEPTH][BATCH];
-    /* Where a round is: its row, from the thread's first on, and its first octet. */
+    static constexpr int FOURS = S::TILE_N / 16;
+    static constexpr int BATCH = S::CUTS_K > 1 ? 1 : 4;
+    static constexpr int OF_ROW = (FOURS + BATCH - 1) / BATCH, ROUNDS = 2 * S::BLOCKS_64 * OF_ROW;
+    static constexpr int DEPTH = S::SUMS <= 64 ? ROUNDS : S::CUTS_K > 1 ? 4 : 2;
+    float4 y[DEPTH][BATCH];
+    /* Where a round is: its row, from the thread's first on, and its first four. */
     static __device__ __forceinline__ int row(int round) {
         return round / OF_ROW / 2 * 64 + round / OF_ROW % 2 * 8;
     }
-    static __device__ __forceinline__ int octet(int round) { return round % OF_ROW * BATCH; }
+    static __device__ __forceinline__ int four(int round) { return round % OF_ROW * BATCH; }
     __device__ __forceinline__ void ask(const product &p, int t, const tile &tile, int round) {
-        const int columns = t + row(round) < p.T ? p.N - tile.unit : 0;
+        const int columns = t + row(round) < p.T ? p.N - tile.unit - octet_of_four() : 0;
         const float *from =
-            p.y + (size_t)(t + row(round)) * p.y_stride + tile.unit + (int)threadIdx.x % 4 * 2;
+            p.y + (size_t)(t + row(round)) * p.y_stride + tile.unit + column_of_four();
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const int at = 8 * (octet(round) + i);
+            const int at = 16 * (four(round) + i);
             const bool inside = at < S::TILE_N && at < columns;
-            y[round % DEPTH][i] = inside ? __ldcg((const float2 *)(from + at)) : float2{0, 0};
+            y[round % DEPTH][i] = inside ? __ldcg((const float4 *)(from + at)) : float4{0, 0, 0, 0};
         }
     }
     __device__ __forceinline__ void ask_first(const product &p, int t, const tile &tile) {
@@ -217,40 +228,42 @@ __device__ __forceinline__ void add_tile(const product &p,
                                          const float (&factor)[S::BLOCKS_64][2],
                                          residual<S> &before, int t, const tile &tile) {
     using R = residual<S>;
-    const int n = tile.unit + (int)threadIdx.x % 4 * 2, four = tile.unit + column_of_four();
-    const float *const weights = p.gamma + n;
+    const int n = tile.unit + column_of_four();
     float squares = 0;
 #pragma unroll
     for (int round = 0; round < R::ROUNDS; round++) {
         if (R::DEPTH < R::ROUNDS && round + R::DEPTH - 1 < R::ROUNDS)
             before.ask(p, t, tile, round + R::DEPTH - 1);
         const int row = t + R::row(round), half = R::row(round) / 8 % 2, block = R::row(round) / 64;
-        const int columns = row < p.T ? p.N - tile.unit : 0; /* whole octets */
+        const int columns = row < p.T ? p.N - tile.unit - octet_of_four() : 0;
         float *const y = p.y + (size_t)unknown(row) * p.y_stride + n;
-        bf16 *const next = (bf16 *)p.next + (size_t)row * p.N + four;
-        float2 gamma[R::BATCH], (&value)[R::BATCH] = before.y[round % R::DEPTH];
+        bf16 *const next = (bf16 *)p.next + (size_t)row * p.N + n;
+        float4 gamma[R::BATCH], (&value)[R::BATCH] = before.y[round % R::DEPTH];
 #pragma unroll
-        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i++) {
-            const int at = 8 * (R::octet(round) + i);
-            gamma[i] = p.gamma && at < columns ? *(const float2 *)(weights + at) : float2{0, 0};
+        for (int i = 0; i < R::BATCH && R::four(round) + i < R::FOURS; i++) {
+            const int at = 16 * (R::four(round) + i);
+            const bool inside = p.gamma && at < columns;
+            gamma[i] = inside ? *(const float4 *)(p.gamma + n + at) : float4{0, 0, 0, 0};
         }
 #pragma unroll
-        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i++) {
-            const int at = 8 * (R::octet(round) + i);
+        for (int i = 0; i < R::BATCH && R::four(round) + i < R::FOURS; i++) {
+            const int at = 16 * (R::four(round) + i);
             const float *sum = sums[block] + at / 2 + 2 * half;
-            value[i].x += factor[block][half] * sum[0];
-            value[i].y += factor[block][half] * sum[1];
+            const float4 four = four_of_pairs(float2{sum[0], sum[1]}, float2{sum[4], sum[5]});
+            float4 &v = value[i];
+            v.x += factor[block][half] * four.x, v.y += factor[block][half] * four.y;
+            v.z += factor[block][half] * four.z, v.w += factor[block][half] * four.w;
             if (at >= columns) continue;
-            squares += value[i].x * value[i].x + value[i].y * value[i].y;
-            *(float2 *)(y + at) = value[i];
+            squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+            *(float4 *)(y + at) = v;
         }
 #pragma unroll
-        for (int i = 0; i < R::BATCH && R::octet(round) + i < R::OCTETS; i += 2) {
-            const int at = 8 * (R::octet(round) + i);
-            const float2 a = value[i], b = value[i + 1], c = gamma[i], d = gamma[i + 1];
-            const uint2 values =
-                four_of_pairs(pack_halves(a.x * c.x, a.y * c.y), pack_halves(b.x * d.x, b.y * d.y));
-            if (p.gamma && at + (int)threadIdx.x % 2 * 8 < columns) *(uint2 *)(next + at) = values;
+        for (int i = 0; i < R::BATCH && R::four(round) + i < R::FOURS; i++) {
+            const int at = 16 * (R::four(round) + i);
+            const float4 v = value[i], g = gamma[i];
+            if (p.gamma && at < columns)
+                *(uint2 *)(next + at) = {pack_halves(v.x * g.x, v.y * g.y),
+                                         pack_halves(v.z * g.z, v.w * g.w)};
         }
         if ((round + 1) % R::OF_ROW) continue;
         squares += __shfl_xor_sync(0xffffffffu, squares, 1);
