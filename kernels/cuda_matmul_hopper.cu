@@ -1,8 +1,8 @@
 /* Products in bf16 on sm_90 (wgmma): the kernel for many rows, and the choice of its tile.
  *
  * TFLOP/s on an H200, with what follows, for the widths of the 8B model at 512, 2048 and 8192 rows:
- * qkv 668, 667, 657; out 571, 617, 627; gate and up 708, 701, 703; down 635, 705, 641. cuBLAS without
- * it, in turns with these: 708, 677, 701; 649, 678, 661; 704, 667, 709; 672, 764, 689
+ * qkv 599, 637, 612; out 539, 517, 617; gate and up 623, 698, 682; down 580, 662, 630. cuBLAS without
+ * it, in turns with these: 638, 663, 652; 594, 575, 626; 609, 699, 691; 596, 696, 662
  * (tests/results/h200-peers.txt). */
 #include "kernels/cuda_matmul_hopper.cuh"
 #include "kernels/cuda_test.h"
