@@ -3,7 +3,8 @@
  *
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
  *   up to 64 rows   Hopper, bf16: cuda_matmul_few.cu (wgmma), with the same in the products; also
- *                   1 row of models that are wider than cuda_decode.cu takes
+ *                   1 row of models that are wider than cuda_decode.cu takes; not where W is small
+ *                   and the rows are more than 32
  *   more            Hopper, bf16: cuda_matmul_hopper.cu (wgmma), with the same in the products
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
  *   more            elsewhere: cuda_matmul.cu (bf16), cuda_matmul_f32.cu

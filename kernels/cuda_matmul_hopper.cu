@@ -240,7 +240,7 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  *           HALVES what the other block hands over. With ACTIVATE the first half of W's rows are
  *           gate rows and the second their up rows, so that a thread holds both sums.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
- * Bound     2 T N K FLOPs, at full load by the power that they draw; 65 to 256 rows by W's bytes.
+ * Bound     2 T N K FLOPs, at full load by the power that they draw; up to 256 rows by W's bytes.
  * Numerics  f32 sums over K in ascending order; with HALVES those of its halves, and then the two. Rows
  *           of W past N and K's end arrive as zeros, rows past T as what lies there; nothing past T
  *           and N is stored. A row's sum of squares: by thread over the tile's columns, over four
@@ -326,7 +326,7 @@ constexpr form form_of() {
 }
 
 constexpr form forms[] = {
-    /* 65 to 384 rows, which wait for W: clusters enough to ask for it. N x T = 4096 x 128 are 64 tiles
+    /* Up to 384 rows, which wait for W: clusters enough to ask for it. N x T = 4096 x 128 are 64 tiles
      * of the first, 6144 x 128 as many of the second, 4096 x 384 are 66 of the third. */
     form_of<128, 64, HALVES>(),
     form_of<128, 96, HALVES>(),

@@ -11,7 +11,7 @@ __host__ __device__ inline int units_of(const struct product &p) {
     return p.epilogue == EPILOGUE_ACTIVATE ? p.N / 2 : p.N;
 }
 
-/* Up to CUDA_FEW_ROWS rows; and the parts of a row's sum of squares that its ADD leaves. */
+/* Few rows, up to CUDA_FEW_ROWS; and the parts of a row's sum of squares that its ADD leaves. */
 void cuda_matmul_few(struct cuda_backend *b, const struct product *p);
 int cuda_matmul_few_parts(const struct cuda_backend *b, int N);
 

@@ -21,7 +21,7 @@ static const struct shape shapes[] = {
     {1032, 1, 8, 1, 64, 1544, 515},  {520, 1, 5, 1, 256, 264, 77},   {128, 1, 16, 2, 80, 128, 255},
     {2048, 1, 8, 2, 64, 1024, 2051},
 };
-static const int rows[] = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 65, 129};
+static const int rows[] = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 47, 64, 65, 129};
 static const int positions[] = {0, 1, 63, 64, 65, 127, 500};
 enum {
     SHAPES = sizeof shapes / sizeof *shapes,
