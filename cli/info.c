@@ -32,8 +32,9 @@ static void print_config(const struct config *c) {
     for (const char *at = c->name; *at; at++) print_text(at, 1);
     printf("\nparameters           %.2f M\n", (double)config_parameters(c) * 1e-6);
     printf("layers               %d\nwidth                %d\n", c->layers, c->width);
-    printf("heads                %d of %d, %d for keys and values\n", c->heads, c->head_dim,
-           c->kv_heads);
+    printf("heads                %d of %d, %d for keys and values%s%s\n", c->heads, c->head_dim,
+           c->kv_heads, c->qkv_bias ? ", with biases" : "",
+           c->qk_norm == QK_NORM_HEAD ? ", queries and keys with norms" : "");
     printf("feed-forward         %d, gated, SiLU\n", c->ffn);
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");

@@ -1,6 +1,7 @@
 """Configs of the sources: Hugging Face's config.json and GGUF's metadata; RoPE frequencies."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,9 @@ LLAMA_DEFAULTS = {
     "num_key_value_heads": None,
     "max_position_embeddings": 2048,
     "sliding_window": None,
+    "head_dim": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
     "intermediate_size": 14336,
@@ -24,8 +28,36 @@ MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-FAMILIES = {"LlamaForCausalLM": LLAMA_DEFAULTS, "MistralForCausalLM": MISTRAL_DEFAULTS}
-DEFAULT_EPS, DEFAULT_THETA, DEFAULT_BOS, DEFAULT_EOS = 1e-6, 10000.0, 1, 2
+QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of transformers."""
+
+    defaults: dict
+    qkv_bias: bool = False
+    qk_norm: bool = False  # of each head
+    window_by_flag: bool = False  # sliding_window counts with use_sliding_window alone
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(LLAMA_DEFAULTS),
+    "MistralForCausalLM": Family(MISTRAL_DEFAULTS),
+    "Qwen2ForCausalLM": Family(QWEN2_DEFAULTS, qkv_bias=True, window_by_flag=True),
+    "Qwen3ForCausalLM": Family(
+        QWEN2_DEFAULTS | {"head_dim": 128}, qk_norm=True, window_by_flag=True
+    ),
+}
+TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}  # model_type
+DEFAULT_EPS, DEFAULT_THETA = 1e-6, 10000.0
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -93,8 +125,7 @@ def family_of(content: dict) -> str:
     named = content.get("architectures")
     family = named[0] if isinstance(named, list) and named else None
     if family is None:
-        by_type = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-        family = by_type.get(content.get("model_type"), content.get("model_type"))
+        family = TYPES.get(content.get("model_type"), content.get("model_type"))
     if family not in FAMILIES:
         raise ExportError(
             f"config.json: architecture {family} is not supported; known: {', '.join(FAMILIES)}"
@@ -156,7 +187,8 @@ def _refuse_unsupported(settings: Settings, context: int, window: int | None) ->
 
 def config_from_hf(content: dict, generation: dict, name: str) -> Config:
     """generation: generation_config.json, whose token ids override those of config.json."""
-    defaults = FAMILIES[family_of(content)]
+    family = FAMILIES[family_of(content)]
+    defaults = family.defaults
     settings = Settings(content, "config.json")
 
     def integer(key: str) -> int:
@@ -167,18 +199,21 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
     )
     kv_heads = content.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = heads if kv_heads is None else integer("num_key_value_heads")
-    if content.get("head_dim") is None and width % heads:
+    if content.get("head_dim", defaults["head_dim"]) is not None:
+        head_dim = integer("head_dim")
+    elif width % heads:
         raise ExportError(f"config.json: hidden_size {width} is not a multiple of {heads} heads")
-    head_dim = width // heads
-    if content.get("head_dim") is not None:
-        head_dim = settings.integer("head_dim", None)
+    else:
+        head_dim = width // heads
     window = content.get("sliding_window", defaults["sliding_window"])
+    if family.window_by_flag and not settings.flag("use_sliding_window"):
+        window = None
     if window is not None:
         window = integer("sliding_window")
     _refuse_unsupported(settings, context, window)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
     rope, table = _rope_from_hf(settings, head_dim)
-    bos, pad = ids.ids("bos_token_id", DEFAULT_BOS), ids.ids("pad_token_id", None)
+    bos, pad = (ids.ids(key, defaults.get(key)) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,
         width=width,
@@ -194,11 +229,13 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         frequencies=table,
         bos=bos[0] if bos else None,
         pad=pad[0] if pad else None,
-        stops=ids.ids("eos_token_id", DEFAULT_EOS),
+        stops=ids.ids("eos_token_id", defaults["eos_token_id"]),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
 
 
-# Metadata of a GGUF that changes the arithmetic and that no Llama has.
+# Metadata of a GGUF that changes the arithmetic and that none of these families has.
 GGUF_REFUSED = (
     "expert_count",
     "attention.sliding_window",
@@ -212,13 +249,15 @@ GGUF_REFUSED = (
 )
 
 
-def config_from_gguf(metadata: dict, name: str) -> Config:
-    """metadata: the keys that begin with "llama.", without that. The factors of llama3 scaling
-    stand in a tensor of their own."""
+def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
+    """metadata: the keys that begin with the architecture and a dot, without these. The factors of
+    llama3 scaling stand in a tensor of their own."""
     settings = Settings(metadata, "GGUF metadata")
     for key in GGUF_REFUSED:
         if metadata.get(key):
-            raise ExportError(f"GGUF metadata: llama.{key} {metadata[key]} is not supported yet")
+            raise ExportError(
+                f"GGUF metadata: {architecture}.{key} {metadata[key]} is not supported yet"
+            )
     width, heads = (
         settings.integer(key, None) for key in ("embedding_length", "attention.head_count")
     )

@@ -129,10 +129,10 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("norm", "I", 0),
         ("norm_placement", "I", 0),
         ("norm_eps", "f", config.norm_eps),
-        ("qkv_bias", "I", 0),
+        ("qkv_bias", "I", config.qkv_bias),
         ("out_bias", "I", 0),
         ("ffn_bias", "I", 0),
-        ("qk_norm", "I", 0),
+        ("qk_norm", "I", config.qk_norm),
         ("gated", "I", 1),
         ("activation", "I", 0),
         ("learned_positions", "I", 0),
@@ -177,14 +177,20 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
         rows = sum(part.shape[0] for part in stacked)
         tensors.append(Tensor(name, dtype, (rows, stacked[0].shape[1]), list(stacked)))
 
-    def vector(name: str) -> None:
-        tensors.append(Tensor(name, F32, parts[name].shape, [parts[name]]))
+    def vector(name: str, *joined: Part) -> None:
+        stacked = joined or (parts[name],)
+        tensors.append(Tensor(name, F32, (sum(part.shape[0] for part in stacked),), list(stacked)))
 
     matrix("embed", parts["embed"])
     for layer in range(config.layers):
         at = f"layers.{layer}."
         vector(at + "norm_attention")
-        matrix(at + "qkv", parts[at + "q"], parts[at + "k"], parts[at + "v"])
+        matrix(at + "qkv", *(parts[at + name] for name in "qkv"))
+        if config.qkv_bias:
+            vector(at + "qkv_bias", *(parts[f"{at}{name}_bias"] for name in "qkv"))
+        if config.qk_norm:
+            vector(at + "norm_q")
+            vector(at + "norm_k")
         matrix(at + "out", parts[at + "out"])
         vector(at + "norm_ffn")
         gate, up = (padded(parts[at + name], ffn, width) for name in ("gate", "up"))

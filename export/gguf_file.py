@@ -1,6 +1,6 @@
-"""GGUF files of architecture "llama", through the gguf package; blocks of every type that the
-package can dequantise."""
+"""GGUF files, through the gguf package; blocks of every type that the package can dequantise."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -13,7 +13,19 @@ from export.files import read_array
 from export.model import Config, Model, Part, collect, half_split
 from export.tokenizer import Tokenizer, tokenizer_from_gguf
 
-ARCHITECTURE = "llama"
+
+@dataclass(frozen=True)
+class Architecture:
+    interleaved: bool = False  # rows of q and k are in the order of interleaved RoPE
+    qkv_bias: bool = False
+    qk_norm: bool = False  # of each head
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(qkv_bias=True),
+    "qwen3": Architecture(qk_norm=True),
+}
 
 NAMES = {
     "embed": "token_embd",
@@ -23,6 +35,11 @@ NAMES = {
     "q": "attn_q",
     "k": "attn_k",
     "v": "attn_v",
+    "q_bias": "attn_q",
+    "k_bias": "attn_k",
+    "v_bias": "attn_v",
+    "norm_q": "attn_q_norm",
+    "norm_k": "attn_k_norm",
     "out": "attn_output",
     "norm_ffn": "ffn_norm",
     "gate": "ffn_gate",
@@ -56,7 +73,8 @@ class Reader(gguf.GGUFReader):
 def source_name(name: str) -> str:
     """layers.3.q -> blk.3.attn_q.weight"""
     *layer, last = name.removeprefix("layers.").split(".")
-    return "".join(f"blk.{number}." for number in layer) + NAMES[last] + ".weight"
+    kind = ".bias" if last.endswith("_bias") else ".weight"
+    return "".join(f"blk.{number}." for number in layer) + NAMES[last] + kind
 
 
 def _open(path: Path) -> Reader:
@@ -68,9 +86,10 @@ def _open(path: Path) -> Reader:
             f"{path}: one part of several; merge them first (llama-gguf-split --merge)"
         )
     architecture = _value(reader, "general.architecture", None)
-    if architecture != ARCHITECTURE:
+    if architecture not in ARCHITECTURES:
         raise ExportError(
-            f"{path}: architecture {architecture} is not supported; known: {ARCHITECTURE}"
+            f"{path}: architecture {architecture} is not supported; "
+            f"known: {', '.join(ARCHITECTURES)}"
         )
     return reader
 
@@ -142,24 +161,28 @@ def load(path: Path) -> Model:
 
 def _load(path: Path) -> Model:
     reader = _open(path)
+    architecture = _value(reader, "general.architecture", None)
+    kind = ARCHITECTURES[architecture]
     metadata = {
-        key.removeprefix("llama."): item.contents()
+        key.removeprefix(f"{architecture}."): item.contents()
         for key, item in reader.fields.items()
-        if key.startswith("llama.")
+        if key.startswith(f"{architecture}.")
     }
     found = {tensor.name: _part(path, tensor) for tensor in reader.tensors}
     embed = found.get("token_embd.weight")
     if embed:
         metadata.setdefault("vocab_size", embed.shape[0])
-    config = config_from_gguf(metadata, _value(reader, "general.name", None) or path.stem)
+    name = _value(reader, "general.name", None) or path.stem
+    config = config_from_gguf(metadata, architecture, name)
+    config.qkv_bias, config.qk_norm = kind.qkv_bias, kind.qk_norm
     factors = found.pop("rope_freqs.weight", None)
     if factors:
         _apply_rope_factors(config, factors)
     tokenizer = tokenizer_from_gguf(reader)
     _set_tokens(config, reader, tokenizer)
     parts = collect(found, config, source_name)
-    for layer in range(config.layers):
+    for layer in range(config.layers if kind.interleaved else 0):
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):
             name = f"layers.{layer}.{name}"
             parts[name] = half_split(parts[name], heads)
-    return Model('GGUF, architecture "llama"', config, tokenizer, parts)
+    return Model(f'GGUF, architecture "{architecture}"', config, tokenizer, parts)

@@ -28,6 +28,11 @@ NAMES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
+    "q_bias": "self_attn.q_proj",
+    "k_bias": "self_attn.k_proj",
+    "v_bias": "self_attn.v_proj",
+    "norm_q": "self_attn.q_norm",
+    "norm_k": "self_attn.k_norm",
     "out": "self_attn.o_proj",
     "norm_ffn": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
@@ -39,7 +44,8 @@ NAMES = {
 def source_name(name: str) -> str:
     """layers.3.q -> model.layers.3.self_attn.q_proj.weight"""
     *layer, last = name.removeprefix("layers.").split(".")
-    return "".join(f"model.layers.{number}." for number in layer) + NAMES[last] + ".weight"
+    kind = ".bias" if last.endswith("_bias") else ".weight"
+    return "".join(f"model.layers.{number}." for number in layer) + NAMES[last] + kind
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:

@@ -27,6 +27,8 @@ class Config:
     norm_eps: float
     rope: str  # for people: theta and scaling
     frequencies: np.ndarray  # inverse, float64 [head_dim/2]
+    qkv_bias: bool = False  # on q, k and v
+    qk_norm: bool = False  # RMSNorm of each head of q and of k
     bos: int | None = None
     pad: int | None = None
     stops: list[int] = field(default_factory=list)
@@ -108,9 +110,11 @@ class Model:
 
 
 def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama by our names, before q, k, v and gate, up are put together."""
-    width, ffn = config.width, config.ffn
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    """The tensors of such a model by our names, before q, k, v and gate, up are put together."""
+    width, ffn, size = config.width, config.ffn, config.head_dim
+    query, key = config.heads * size, config.kv_heads * size
+    biases = (("q_bias", (query,)), ("k_bias", (key,)), ("v_bias", (key,)))
+    norms = (("norm_q", (size,)), ("norm_k", (size,)))
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, width)}
     for layer in range(config.layers):
         for name, shape in (
@@ -118,6 +122,8 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
             ("q", (query, width)),
             ("k", (key, width)),
             ("v", (key, width)),
+            *(biases if config.qkv_bias else ()),
+            *(norms if config.qk_norm else ()),
             ("out", (width, query)),
             ("norm_ffn", (width,)),
             ("gate", (ffn, width)),
@@ -150,7 +156,7 @@ def collect(
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ExportError(
-            f"tensors that a Llama of this config does not have: {', '.join(unused[:3])}{more}"
+            f"tensors that a model of this config does not have: {', '.join(unused[:3])}{more}"
         )
     return parts
 

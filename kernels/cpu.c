@@ -160,23 +160,44 @@ static void rotate(float *restrict low, float *restrict high, const float *restr
     }
 }
 
-/* A group's heads of one row: RoPE of its heads of q and of its key; key and value to the cache. */
+/* RMSNorm of one head, in place. */
+static void normalise(float *restrict x, const float *restrict weight, size_t D, float eps) {
+    float sum = 0;
+    for (size_t d = 0; d < D; d++) sum += x[d] * x[d];
+    const float factor = 1 / sqrtf(sum / (float)D + eps);
+    for (size_t d = 0; d < D; d++) x[d] *= factor * weight[d];
+}
+
+/* What follows the product in some heads of q or k: bias, norm, RoPE; any may be NULL. turn: cosines, then
+ * sines. */
+static void finish_heads(const struct config *c, float *x, size_t heads, const float *bias,
+                         const float *norm, const float *turn) {
+    const size_t D = (size_t)c->head_dim, half = (size_t)c->rotary_dims / 2;
+    for (size_t h = 0; h < heads; h++, x += D) {
+        for (size_t d = 0; bias && d < D; d++) x[d] += bias[h * D + d];
+        if (norm) normalise(x, norm, D, c->norm_eps);
+        if (turn) rotate(x, x + half, turn, turn + half, (int)half);
+    }
+}
+
+/* A group's heads of one row: its heads of q and its key are finished; key and value to the cache. */
 static void finish_group(const struct engine *e, int layer, size_t t, size_t group) {
     const struct config *c = e->config;
+    const struct layer_weights *w = &e->layer[layer];
     const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
     const size_t S = (size_t)e->plan.limits.context, padded = (S + 15) / 16 * 16;
     const size_t slot = (size_t)row_numbers(e, 1)[t], s = (size_t)row_numbers(e, 2)[t];
     float *row = (float *)engine_region(e, REGION_QKV) + t * (H + 2 * G) * D;
-    float *key = row + (H + group) * D;
-    const float *value = row + (H + G + group) * D;
-    const int table = c->layer[layer].rope_table, half = c->rotary_dims / 2;
-    if (table != NO_ID) {
-        const float *cosine = (float *)engine_region(e, REGION_ROPE) +
-                              ((size_t)table * (size_t)e->plan.limits.chunk + t) * 2 * (size_t)half;
-        for (size_t h = group * (H / G); h < (group + 1) * (H / G); h++)
-            rotate(row + h * D, row + h * D + half, cosine, cosine + half, half);
-        rotate(key, key + half, cosine, cosine + half, half);
-    }
+    const size_t query = group * (H / G) * D, k = (H + group) * D, v = (H + G + group) * D;
+    float *key = row + k, *value = row + v;
+    const float *bias = w->qkv_bias, *turn = NULL;
+    const int table = c->layer[layer].rope_table;
+    if (table != NO_ID)
+        turn = (float *)engine_region(e, REGION_ROPE) +
+               ((size_t)table * (size_t)e->plan.limits.chunk + t) * (size_t)c->rotary_dims;
+    finish_heads(c, row + query, H / G, bias ? bias + query : NULL, w->norm_q, turn);
+    finish_heads(c, key, 1, bias ? bias + k : NULL, w->norm_k, turn);
+    finish_heads(c, value, 1, bias ? bias + v : NULL, NULL, NULL);
     const size_t cache = slot * G + group;
     float *panel =
         layer_cache(e, REGION_KEYS, layer) + cache * padded * D + s / CPU_PANEL * CPU_PANEL * D;
@@ -184,7 +205,8 @@ static void finish_group(const struct engine *e, int layer, size_t t, size_t gro
     memcpy(layer_cache(e, REGION_VALUES, layer) + (cache * S + s) * D, value, D * sizeof *value);
 }
 
-/* What      qkv[T,(H+2G)D] = RMSNorm(x) Wqkv^T; RoPE on q and k; k into its panel, v into its row.
+/* What      qkv[T,(H+2G)D] = RMSNorm(x) Wqkv^T; bias; norm and RoPE of q's and k's heads; k into its panel,
+ *           v into its row.
  * Owners    product: columns of qkv. Then rows, 16 at a time; of a few rows the groups that the
  *           member will attend to.
  * Barrier   qkv is written | RoPE reads pairs that two members may have computed. */

@@ -44,6 +44,10 @@ bool cuda_usable(const struct config *config, int number, char why[160]) {
     if (config && config->head_dim > CUDA_LARGEST_HEAD)
         snprintf(why, 160, "heads of %d dimensions: on a GPU at most %d can be run",
                  config->head_dim, CUDA_LARGEST_HEAD);
+    else if (config && config->qkv_bias)
+        snprintf(why, 160, "the GPU's kernels have no bias on q, k and v yet");
+    else if (config && config->qk_norm != QK_NORM_NONE)
+        snprintf(why, 160, "the GPU's kernels have no norms of q and k yet");
     else if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         snprintf(why, 160, "no NVIDIA driver is installed");
     else if (status != cudaSuccess)

@@ -57,7 +57,8 @@ struct ops {
                  void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler);
     /* x[T,C] = embedding of the tokens; prepares what depends on the positions alone. */
     void (*embed)(struct engine *e, struct rows rows);
-    /* q, and K and V appended to the cache: RMSNorm, projection, RoPE. */
+    /* q, and K and V appended to the cache: RMSNorm, projection, bias, RMSNorm of each head of q and k,
+     * RoPE. */
     void (*qkv)(struct engine *e, int layer, struct rows rows);
     /* a[T,H D] = softmax(q K^T scale) V: causal over the row's slot, grouped heads. Online softmax
      * (arXiv 1805.02867). */
@@ -86,6 +87,9 @@ struct ops {
 struct layer_weights {
     const float *norm_attention; /* [C] */
     const void *qkv;             /* m [(H + 2G) D, C] */
+    const float *qkv_bias;       /* [(H + 2G) D]; NULL: none */
+    const float *norm_q;         /* [D]; NULL: none */
+    const float *norm_k;         /* [D]; NULL: none */
     const void *out;             /* m [C, H D] */
     const float *norm_ffn;       /* [C] */
     const void *gate_up;         /* m [2F, C] */

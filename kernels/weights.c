@@ -11,6 +11,12 @@ static bool set_in_layer(struct layer_weights *w, const char *part, const void *
         w->norm_attention = at;
     else if (!strcmp(part, "qkv"))
         w->qkv = at;
+    else if (!strcmp(part, "qkv_bias"))
+        w->qkv_bias = at;
+    else if (!strcmp(part, "norm_q"))
+        w->norm_q = at;
+    else if (!strcmp(part, "norm_k"))
+        w->norm_k = at;
     else if (!strcmp(part, "out"))
         w->out = at;
     else if (!strcmp(part, "norm_ffn"))

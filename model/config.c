@@ -224,10 +224,9 @@ int config_supported(const struct config *c, struct error *error) {
     } flags[] = {
         {"LayerNorm", c->norm != RMS_NORM},
         {"norms after the block's halves (norm_placement)", c->norm_placement != NORM_BEFORE},
-        {"a bias on q, k and v (qkv_bias)", c->qkv_bias},
         {"a bias after attention (out_bias)", c->out_bias},
         {"a bias in the feed-forward part (ffn_bias)", c->ffn_bias},
-        {"norms of q and k (qk_norm)", c->qk_norm != QK_NORM_NONE},
+        {"norms of all of q and of k (qk_norm)", c->qk_norm == QK_NORM_FULL},
         {"a feed-forward part without gate (gated)", !c->gated},
         {"GELU (activation)", c->activation != SILU},
         {"learned positions", c->learned_positions},
@@ -288,13 +287,17 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
     const uint64_t width = (uint64_t)c->width, ffn = (uint64_t)c->ffn,
                    head_dim = (uint64_t)c->head_dim;
     const uint64_t heads = (uint64_t)c->heads, all_heads = heads + 2 * (uint64_t)c->kv_heads;
+    const uint64_t norm = c->qk_norm == QK_NORM_HEAD ? head_dim : 0;
     const struct {
         const char *name;
         enum dtype dtype;
-        uint64_t rows, columns;
+        uint64_t rows, columns; /* no columns: the model has no such tensor */
     } parts[] = {
         {"norm_attention", F32, 0, width},
         {"qkv", c->weight_dtype, all_heads * head_dim, width},
+        {"qkv_bias", F32, 0, c->qkv_bias ? all_heads * head_dim : 0},
+        {"norm_q", F32, 0, norm},
+        {"norm_k", F32, 0, norm},
         {"out", c->weight_dtype, width, heads * head_dim},
         {"norm_ffn", F32, 0, width},
         {"gate_up", c->weight_dtype, 2 * ffn, width},
@@ -302,6 +305,7 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         char name[64];
+        if (!parts[i].columns) continue;
         snprintf(name, sizeof name, "layers.%d.%s", layer, parts[i].name);
         add(list, name, parts[i].dtype, parts[i].rows, parts[i].columns);
     }
@@ -325,5 +329,7 @@ uint64_t config_parameters(const struct config *c) {
     const uint64_t heads = (uint64_t)c->heads, kv_heads = (uint64_t)c->kv_heads;
     uint64_t layer = 2 * width + (2 * heads + 2 * kv_heads) * (uint64_t)c->head_dim * width +
                      3 * (uint64_t)c->ffn * width;
+    if (c->qkv_bias) layer += (heads + 2 * kv_heads) * (uint64_t)c->head_dim;
+    if (c->qk_norm == QK_NORM_HEAD) layer += 2 * (uint64_t)c->head_dim;
     return (uint64_t)c->layers * layer + vocab * width * (c->tied ? 1 : 2) + width;
 }

@@ -69,6 +69,8 @@ static inline void random_tensor(struct random_engine *r, const struct tensor *t
     size_t count = t->bytes / dtype_size(t->dtype);
     if (!strcmp(t->name, "rope")) {
         for (size_t i = 0; i < count; i++) ((float *)to)[i] = 1.0f / (float)(1 + 3 * i);
+    } else if (strstr(t->name, "bias")) {
+        for (size_t i = 0; i < count; i++) ((float *)to)[i] = random_float(&r->state);
     } else if (t->dims == 1 || strstr(t->name, "norm")) {
         for (size_t i = 0; i < count; i++) ((float *)to)[i] = 1 + 0.3f * random_float(&r->state);
     } else {

@@ -56,6 +56,21 @@ static inline struct step step_of(struct random_engine *r, struct rows rows) {
     return s;
 }
 
+/* What follows the product in a row of qkv: bias, norms of q's and k's heads, RoPE. */
+static inline void reference_heads(const struct step *s, int layer, struct both *row,
+                                   int position) {
+    const struct engine *e = &s->r->engine;
+    const struct layer_weights *w = &e->layer[layer];
+    for (size_t i = 0; w->qkv_bias && i < s->qkv; i++)
+        row[i] =
+            (struct both){row[i].exact + (double)w->qkv_bias[i], row[i].plain + w->qkv_bias[i]};
+    for (size_t i = 0; i < s->H + s->G; i++, row += s->D) {
+        const float *norm = i < s->H ? w->norm_q : w->norm_k;
+        if (norm) reference_norm(row, row, norm, e->config->norm_eps, 1, s->D);
+        reference_rope(row, e->rope, position, s->D / 2, e->config->rope_scale);
+    }
+}
+
 /* y may err twice as much as the plain computation does at worst, and a few roundings. */
 static inline void compare(const struct step *s, const char *what, const float *y, size_t y_stride,
                            const struct both *right, size_t rows, size_t columns) {

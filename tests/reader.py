@@ -51,11 +51,14 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
         ("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2)),
         ("embed", dtype, (c["vocab"], width)),
     ]
+    bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
+    norms = [(name, 0, (c["head_dim"],)) for name in ("norm_q", "norm_k") if c["qk_norm"]]
     for layer in range(c["layers"]):
         at = f"layers.{layer}."
         tensors += [
             (at + "norm_attention", 0, (width,)),
             (at + "qkv", dtype, (query + 2 * key, width)),
+            *((at + name, *rest) for name, *rest in bias + norms),
             (at + "out", dtype, (width, query)),
             (at + "norm_ffn", 0, (width,)),
             (at + "gate_up", dtype, (2 * ffn, width)),
@@ -140,13 +143,20 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         first, second = x[..., : size // 2], x[..., size // 2 :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
+    def head_norm(x, name):
+        if not c["qk_norm"]:
+            return x
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+
     x = weights["embed"][ids]
     for layer in range(c["layers"]):
         at = f"layers.{layer}."
         qkv = normed_product(x, at + "norm_attention", at + "qkv")
+        if c["qkv_bias"]:
+            qkv = qkv + weights[at + "qkv_bias"]
         qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q = stored(rotate(qkv[:, :heads]))
-        k = stored(rotate(qkv[:, heads : heads + kv_heads]))
+        q = stored(rotate(head_norm(qkv[:, :heads], at + "norm_q")))
+        k = stored(rotate(head_norm(qkv[:, heads : heads + kv_heads], at + "norm_k")))
         v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
         scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + future

@@ -42,10 +42,7 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
     struct both *gate_up = both_new(T * 2 * s->F), *k = both_new(KV), *v = both_new(KV);
     reference_norm(normed, x, w->norm_attention, e->config->norm_eps, T, s->C);
     reference_product(qkv, normed, w->qkv, dtype, T, s->qkv, s->C);
-    for (size_t t = 0; t < T; t++)
-        for (size_t i = 0; i < s->H + s->G; i++)
-            reference_rope(qkv + (t * heads + i) * D, e->rope, (int)t, D / 2,
-                           e->config->rope_scale);
+    for (size_t t = 0; t < T; t++) reference_heads(s, layer, qkv + t * s->qkv, (int)t);
     for (size_t i = 0; i < s->H; i++) {
         const size_t g = i / (s->H / s->G);
         for (size_t j = 0; j < KV; j++) {
@@ -93,6 +90,8 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
 static void check_chunks(struct shape shape, enum dtype dtype, int n, const int (*ways)[4],
                          int count) {
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
+    r.config.qkv_bias = dtype == F32;
+    r.config.qk_norm = dtype == BF16 ? QK_NORM_HEAD : QK_NORM_NONE;
     struct step s = {.r = &r, .V = (size_t)shape.V};
     const size_t bytes = (size_t)n * s.V * sizeof(float);
     int32_t *tokens = malloc((size_t)n * sizeof *tokens);

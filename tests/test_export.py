@@ -100,6 +100,24 @@ def test_logits_of_transformers(tiny_file):
     assert difference <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(tmp_path, family):
+    """The same tensors from a folder and from a GGUF, and the logits of transformers: they err from
+    float64 by what their own float32 costs."""
+    config, golden = tiny.FAMILIES[family], np.load(GOLDEN / f"tiny_{family}.npz")
+    writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
+    file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
+    writers.gguf_file(tmp_path / "tiny.gguf", config, tiny.tensors(config))
+    same_tensors(export(tmp_path / "tiny.gguf", tmp_path / "gguf.bin", "--dtype", "f32"), file)
+    assert (file.config["qkv_bias"], file.config["qk_norm"]) == (
+        family == "qwen2",
+        family == "qwen3",
+    )
+    assert (file.config["tied"], file.config["add_bos"], file.config["stops"]) == (1, 0, [2, 330])
+    difference = np.abs(reader.forward(file, golden["ids"])[:, ::5] - golden["logits"]).max()
+    assert difference <= 1.1 * golden["error"]
+
+
 def test_llama3_scaling_counts(tmp_path, tiny_tensors):
     """Llama 3.1 8B keeps 29 frequencies, blends 6 and divides 29; Llama 3.2 1B 15, 3 and 14."""
     from export.config import frequencies, scale_llama3

@@ -43,7 +43,7 @@ def refused(capsys, source: Path, target: Path, pattern: str, *options) -> None:
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM.*known: LlamaForCausalLM, Mis"),
+        ({"architectures": ["Phi3ForCausalLM"]}, "Phi3ForCausalLM.*known: LlamaForCausalLM, Mis"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2 is not supported; known"),
         ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
         ({"architectures": [["x"]]}, "config.json"),
@@ -280,8 +280,38 @@ def test_gguf_metadata(tmp_path, out, capsys, tensors, change, pattern):
 def test_gguf_of_another_architecture(tmp_path, out, capsys):
     import gguf
 
-    writers.finish(gguf.GGUFWriter(tmp_path / "t.gguf", "qwen2"))
-    refused(capsys, tmp_path / "t.gguf", out, "architecture qwen2 is not supported; known: llama")
+    writers.finish(gguf.GGUFWriter(tmp_path / "t.gguf", "phi3"))
+    refused(capsys, tmp_path / "t.gguf", out, "architecture phi3 is not supported; known: llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "missing", "added", "pattern"),
+    [
+        ("qwen2", {}, "self_attn.k_proj.bias", None, r"layers.1.self_attn.k_proj.bias is missing"),
+        ("qwen3", {}, "self_attn.q_norm.weight", None, r"self_attn.q_norm.weight is missing"),
+        ("llama", {}, None, "self_attn.q_norm.weight", "does not have: .*q_norm"),
+        ("qwen2", {}, None, "self_attn.q_norm.weight", "does not have: .*q_norm"),
+        ("qwen3", {}, None, "self_attn.v_proj.bias", "does not have: .*v_proj.bias"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9},
+            None,
+            None,
+            "window 9, context",
+        ),
+        ("qwen3", {"attention_bias": True}, None, None, "attention_bias is not supported"),
+        ("qwen3", {"head_dim": 8}, None, None, r"q_proj.weight: expected shape \[64, 64\]"),
+    ],
+)
+def test_families_that_do_not_fit(tmp_path, out, capsys, family, changes, missing, added, pattern):
+    config = tiny.FAMILIES[family]
+    tensors = tiny.tensors(config)
+    if missing:
+        del tensors[f"model.layers.1.{missing}"]
+    if added:
+        tensors[f"model.layers.1.{added}"] = np.ones(16, np.float32)
+    writers.hf_folder(tmp_path / "t", config | changes, tensors)
+    refused(capsys, tmp_path / "t", out, pattern)
 
 
 def test_gguf_tensors(tmp_path, out, capsys, tensors):

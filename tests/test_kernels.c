@@ -109,9 +109,8 @@ static void check_qkv(struct step *s, int layer) {
     e->ops->qkv(e, layer, s->rows);
     reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
     reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
-    for (size_t i = 0; i < s->T * (s->H + s->G); i++)
-        reference_rope(qkv + i / (s->H + s->G) * s->qkv + i % (s->H + s->G) * s->D, e->rope,
-                       row_numbers(s, 2)[i / (s->H + s->G)], s->D / 2, e->config->rope_scale);
+    for (size_t t = 0; t < s->T; t++)
+        reference_heads(s, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
     compare(s, "q", region(s, REGION_QKV), s->qkv, qkv, s->T, s->qkv);
     check_append(s, layer, REGION_KEYS, qkv, s->H * s->D);
     check_append(s, layer, REGION_VALUES, qkv, (s->H + s->G) * s->D);
@@ -240,6 +239,8 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.rope_scale = 1.25f;
     c.embed_scale = 1.5f;
     c.tied = T % 2;
+    c.qkv_bias = T % 3 == 1;
+    c.qk_norm = T % 4 < 2 ? QK_NORM_HEAD : QK_NORM_NONE;
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
     random_engine_open(&r, c,
                        (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});

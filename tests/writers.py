@@ -21,6 +21,7 @@ LAYER_NAMES = (
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
 )
+OTHER_NAMES = (("self_attn.q_norm", "attn_q_norm"), ("self_attn.k_norm", "attn_k_norm"))
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -83,7 +84,8 @@ def gguf_name(name: str) -> str:
     if name in whole:
         return whole[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{dict(LAYER_NAMES)[rest.removesuffix('.weight')]}.weight"
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{dict(LAYER_NAMES + OTHER_NAMES)[part]}.{kind}"
 
 
 def rope_factors(config: dict) -> np.ndarray | None:
@@ -109,7 +111,7 @@ def rope_factors(config: dict) -> np.ndarray | None:
 
 
 def gguf_writer(path: Path, config: dict) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, config["model_type"])
     writer.add_name("tiny")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -117,9 +119,10 @@ def gguf_writer(path: Path, config: dict) -> gguf.GGUFWriter:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -145,7 +148,7 @@ def gguf_file(path: Path, config: dict, tensors: dict, kind: str = "F32", add=No
     for name, values in tensors.items():
         heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}
         for letter, key in heads.items():
-            if f"self_attn.{letter}_proj" in name:
+            if config["model_type"] == "llama" and f"self_attn.{letter}_proj" in name:
                 values = interleaved(values, config[key])
         if values.ndim == 1:
             writer.add_tensor(gguf_name(name), values)

@@ -1,4 +1,5 @@
-"""The Llama forward pass in plain numpy: the oracle that owes nothing to transformers.
+"""The forward pass in plain numpy, of Llama and of what has biases or norms of q and k beside: the
+oracle that owes nothing to transformers.
 
 Tensors have Hugging Face names and layout: [out, in] matrices, q and k rows in half-split order.
 Letters: T positions, H heads, K kv heads, D head_dim, V vocabulary.
@@ -14,10 +15,14 @@ def unpermute(rows, heads):
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def head_dim(config):
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def inverse_frequencies(config):
     """[D/2], with llama3 scaling where the config asks for it."""
     rope = config["rope_parameters"]
-    dim = config["head_dim"]
+    dim = head_dim(config)
     freq = rope["rope_theta"] ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope["rope_type"] == "default":
         return freq
@@ -59,17 +64,25 @@ def logits(config, weights, ids, dtype=np.float64):
     def w(name):
         return weights[name].astype(dtype)
 
-    eps, dim = config["rms_norm_eps"], config["head_dim"]
+    def project(h, name):
+        bias = name + ".bias"
+        out = h @ w(name + ".weight").T + (w(bias) if bias in weights else 0)
+        return out.reshape(len(ids), -1, dim)
+
+    def head_norm(x, name):
+        return rms_norm(x, w(name), eps) if name in weights else x
+
+    eps = config["rms_norm_eps"]
+    dim = head_dim(config)
     angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config)
     cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
     x = w("model.embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         h = rms_norm(x, w(at + "input_layernorm.weight"), eps)
-        q, k, v = (
-            (h @ w(f"{at}self_attn.{name}_proj.weight").T).reshape(len(ids), -1, dim)
-            for name in "qkv"
-        )
+        q, k, v = (project(h, f"{at}self_attn.{name}_proj") for name in "qkv")
+        q = head_norm(q, at + "self_attn.q_norm.weight")
+        k = head_norm(k, at + "self_attn.k_norm.weight")
         h = attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x = x + h @ w(at + "self_attn.o_proj.weight").T
         h = rms_norm(x, w(at + "post_attention_layernorm.weight"), eps)

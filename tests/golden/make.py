@@ -1,6 +1,7 @@
 """Makes the golden data beside this file, with transformers and with plain numpy (forward.py).
 
     python make.py SMOLLM2.gguf text.txt stories260K.bin tok512.bin
+    python make.py --tiny
 
 SMOLLM2.gguf is SmolLM2-135M-Instruct in any quantisation: it is dequantised first, and those
 float32 values are the model. The committed files come from its Q4_1 file (embedding Q8_0).
@@ -29,9 +30,9 @@ smollm2_greedy.npz    48 greedy tokens on 8 prompts; stop tokens do not stop
   prompt_starts [9]   int32, prompt p is prompt_ids[starts[p]:starts[p+1]]
   W_ids [8,48]        int32, generated
   W_gap [8,48]        float32, best logit minus second at each step
-tiny_llama.npz        the random model of tiny.py
+tiny_FAMILY.npz       each random model of tiny.py
   ids [512]           int32, tiny.ids(512)
-  logits [512,331]    float32
+  logits [512,331]    float32; but for the Llama every fifth column, [512,67]
   error               float64
 stories260K.npz       greedy from BOS alone, in the order of llama2.c: 200 positions
   ids [200]           int32, generated; the input of position p is BOS or ids[p-1]
@@ -51,7 +52,7 @@ import numpy as np
 import tiny
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).parent
 POSITIONS = 601  # a prime: no multiple of any tile
@@ -255,19 +256,23 @@ def make_smollm2(path, text):
             print(f"    {tokenizer.decode(row)!r}")
 
 
-# The tiny random Llama
+# The tiny random models
 
 
-def make_tiny():
-    config = LlamaConfig(**tiny.CONFIG, attn_implementation="eager")
+def make_tiny(family):
+    settings = tiny.FAMILIES[family]
+    config = AutoConfig.for_model(**settings, attn_implementation="eager")
     written = config.to_dict()
-    check(all(written[key] == value for key, value in tiny.CONFIG.items()), "CONFIG is not kept")
-    model = LlamaForCausalLM(config)
-    weights = {name: torch.from_numpy(value) for name, value in tiny.tensors().items()}
+    check(all(written[key] == value for key, value in settings.items()), "a setting is not kept")
+    model = AutoModelForCausalLM.from_config(config)
+    weights = {name: torch.from_numpy(value) for name, value in tiny.tensors(settings).items()}
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True)
     ids = tiny.ids(TINY_POSITIONS)
     logits, error = all_logits(model, ids)
-    save("tiny_llama.npz", ids=ids, logits=logits, error=error)
+    columns = slice(None, None, 1 if family == "llama" else 5)
+    save(f"tiny_{family}.npz", ids=ids, logits=logits[:, columns], error=error)
     print(f"  error {error:.2e}, gap at least {top(logits)[2].min():.2e}")
 
 
@@ -369,13 +374,18 @@ def make_stories(model, tokenizer):
 
 def main():
     parser = argparse.ArgumentParser(description="Makes the golden data beside this file.")
-    parser.add_argument("smollm2", type=Path, help="SmolLM2-135M-Instruct, a GGUF file")
-    parser.add_argument("text", type=Path, help="an English text, UTF-8")
-    parser.add_argument("stories", type=Path, help="stories260K.bin of llama2.c")
-    parser.add_argument("tokenizer", type=Path, help="tok512.bin of llama2.c")
+    parser.add_argument("--tiny", action="store_true", help="the tiny random models alone")
+    parser.add_argument("smollm2", type=Path, nargs="?", help="SmolLM2-135M-Instruct, a GGUF file")
+    parser.add_argument("text", type=Path, nargs="?", help="an English text, UTF-8")
+    parser.add_argument("stories", type=Path, nargs="?", help="stories260K.bin of llama2.c")
+    parser.add_argument("tokenizer", type=Path, nargs="?", help="tok512.bin of llama2.c")
     args = parser.parse_args()
+    for family in tiny.FAMILIES:
+        make_tiny(family)
+    if args.tiny:
+        return
+    check(args.tokenizer, "four files are needed")
     make_stories(args.stories, args.tokenizer)
-    make_tiny()
     make_smollm2(args.smollm2, args.text.read_text(encoding="utf-8"))
 
 

@@ -1,8 +1,10 @@
-"""A tiny random Llama whose weights every test can make again, bit for bit, with numpy alone.
+"""Tiny random models whose weights every test can make again, bit for bit, with numpy alone: a
+Llama, and others of nearly its shape with what their families have.
 
-Its shape is awkward on purpose: heads * head_dim (128) is not the hidden size (64), four query
-heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling keeps
-2 of the 8 frequencies, blends 2 and divides 4.
+The Llama's shape is awkward on purpose: heads * head_dim (128) is not the hidden size (64), four
+query heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling
+keeps 2 of the 8 frequencies, blends 2 and divides 4. The Qwen 2 has heads of 8, as its config says
+nothing of their size.
 
 A value is k / 2^15 * range, k a 16-bit signed integer from a hash of the tensor's name and of the
 element's index, range a power of two: exact in float32, and mostly not in bfloat16 or float16.
@@ -49,27 +51,56 @@ CONFIG = {
     "vocab_size": VOCAB,
 }
 
-LAYER_SHAPES = {
-    "input_layernorm.weight": (HIDDEN,),
-    "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-    "post_attention_layernorm.weight": (HIDDEN,),
-    "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+NOT_QWEN = ("attention_bias", "mlp_bias", "pretraining_tp")
+QWEN = {key: value for key, value in CONFIG.items() if key not in NOT_QWEN} | {
+    "bos_token_id": None,
+    "eos_token_id": [2, 330],
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 200.0, "rope_type": "default"},
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
 }
+QWEN2 = QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+del QWEN2["head_dim"]
+FAMILIES = {"llama": CONFIG, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
-def shapes():
+def head_dim(config):
+    return config.get("head_dim", HIDDEN // HEADS)
+
+
+def layer_shapes(config):
+    query, key = HEADS * head_dim(config), KV_HEADS * head_dim(config)
+    result = {
+        "input_layernorm.weight": (HIDDEN,),
+        "self_attn.q_proj.weight": (query, HIDDEN),
+        "self_attn.k_proj.weight": (key, HIDDEN),
+        "self_attn.v_proj.weight": (key, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, query),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+    }
+    if config["model_type"] == "qwen2":
+        for letter, rows in (("q", query), ("k", key), ("v", key)):
+            result[f"self_attn.{letter}_proj.bias"] = (rows,)
+    if config["model_type"] == "qwen3":
+        result |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (HEAD_DIM,))
+    return result
+
+
+def shapes(config=CONFIG):
     """Every tensor's Hugging Face name and shape, in file order."""
     result = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(LAYERS):
-        for name, shape in LAYER_SHAPES.items():
+        for name, shape in layer_shapes(config).items():
             result[f"model.layers.{layer}.{name}"] = shape
     result["model.norm.weight"] = (HIDDEN,)
-    result["lm_head.weight"] = (VOCAB, HIDDEN)
+    if not config["tie_word_embeddings"]:
+        result["lm_head.weight"] = (VOCAB, HIDDEN)
     return result
 
 
@@ -91,16 +122,16 @@ def uniform(name, shape):
 
 
 def tensor(name, shape):
-    """Norms lie in [0.75, 1.25), the embedding in [-1, 1), matrices in [-0.25, 0.25)."""
+    """Norms lie in [0.75, 1.25), the embedding in [-1, 1), matrices and biases in [-0.25, 0.25)."""
     values = uniform(name, shape)
-    if len(shape) == 1:
+    if name.endswith("norm.weight"):
         return 1 + values / 4
     return values if "embed_tokens" in name else values / 4
 
 
-def tensors():
+def tensors(config=CONFIG):
     """All weights: Hugging Face name -> float32 array, in file order."""
-    return {name: tensor(name, shape) for name, shape in shapes().items()}
+    return {name: tensor(name, shape) for name, shape in shapes(config).items()}
 
 
 def ids(count):
