@@ -27,6 +27,22 @@ static void print_id(const char *label, int32_t id, const struct tokenizer *toke
     putchar('\n');
 }
 
+/* RoPE and windows, which layers may have or not. */
+static void print_layers(const struct config *c) {
+    int still = 0, sliding = 0, window = 0;
+    for (int l = 0; l < c->layers; l++) {
+        still += c->layer[l].rope_table == NO_ID;
+        sliding += c->layer[l].window > 0;
+        if (c->layer[l].window) window = c->layer[l].window;
+    }
+    printf("RoPE                 %d dimensions of a head", c->rotary_dims);
+    if (still) printf(", not in %d layer%s", still, still > 1 ? "s" : "");
+    putchar('\n');
+    if (sliding)
+        printf("window               %d positions in %d of %d layers\n", window, sliding,
+               c->layers);
+}
+
 static void print_config(const struct config *c) {
     printf("name                 ");
     for (const char *at = c->name; *at; at++) print_text(at, 1);
@@ -35,6 +51,7 @@ static void print_config(const struct config *c) {
     printf("heads                %d of %d, %d for keys and values%s%s\n", c->heads, c->head_dim,
            c->kv_heads, c->qkv_bias ? ", with biases" : "",
            c->qk_norm == QK_NORM_HEAD ? ", queries and keys with norms" : "");
+    print_layers(c);
     printf("feed-forward         %d, gated, SiLU\n", c->ffn);
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");

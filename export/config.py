@@ -21,6 +21,9 @@ LLAMA_DEFAULTS = {
     "head_dim": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
 }
 MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
     "intermediate_size": 14336,
@@ -33,8 +36,30 @@ QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
+    "max_window_layers": 28,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+PHI3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 32000,
+    "pad_token_id": 32000,
+    "rms_norm_eps": 1e-5,
+}
+SMOLLM3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "pad_token_id": 128004,
+    "rope_theta": 2000000.0,
 }
 
 
@@ -45,7 +70,10 @@ class Family:
     defaults: dict
     qkv_bias: bool = False
     qk_norm: bool = False  # of each head
-    window_by_flag: bool = False  # sliding_window counts with use_sliding_window alone
+    window_by_flag: bool = False  # sliding_window counts with use_sliding_window, in some layers
+    partial_rope: bool = False  # partial_rotary_factor counts
+    rope_by_layer: bool = False  # no_rope_layers counts
+    fused: bool = False  # one matrix has q, k and v, another gate and up
 
 
 FAMILIES = {
@@ -55,17 +83,18 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(
         QWEN2_DEFAULTS | {"head_dim": 128}, qk_norm=True, window_by_flag=True
     ),
+    "Phi3ForCausalLM": Family(PHI3_DEFAULTS, partial_rope=True, fused=True),
+    "SmolLM3ForCausalLM": Family(SMOLLM3_DEFAULTS, window_by_flag=True, rope_by_layer=True),
 }
 TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}  # model_type
-DEFAULT_EPS, DEFAULT_THETA = 1e-6, 10000.0
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
-def frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Inverse frequencies, float64 [head_dim/2]."""
+def frequencies(dims: int, theta: float) -> np.ndarray:
+    """Inverse frequencies, float64 [dims/2], where RoPE turns so many dimensions of a head."""
     if not (math.isfinite(theta) and 1 <= theta <= 1e9):
         raise ExportError(f"config: RoPE theta {theta} is not in 1 to 1e9")
-    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
 
 
 def scale_llama3(
@@ -133,7 +162,7 @@ def family_of(content: dict) -> str:
     return family
 
 
-def _rope_from_hf(settings: Settings, head_dim: int) -> tuple[str, np.ndarray]:
+def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
     """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     values = settings.values
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -141,13 +170,24 @@ def _rope_from_hf(settings: Settings, head_dim: int) -> tuple[str, np.ndarray]:
         raise settings.wrong("rope_parameters", "one set of RoPE parameters")
     given = "rope_theta" in values or "rope_theta" in scaling
     rope = Settings(
-        {"rope_theta": values.get("rope_theta", DEFAULT_THETA)} | scaling, "config.json: RoPE"
+        {
+            "rope_theta": values.get("rope_theta", family.defaults["rope_theta"]),
+            "partial_rotary_factor": values.get("partial_rotary_factor", 1.0),
+        }
+        | scaling,
+        "config.json: RoPE",
     )
-    if rope.number("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1:
-        raise rope.wrong("partial_rotary_factor", "1")
+    part = rope.number("partial_rotary_factor", None)
+    if not (0 < part <= 1 if family.partial_rope else part == 1):
+        raise rope.wrong("partial_rotary_factor", "1" if not family.partial_rope else "0 to 1")
+    dims = int(head_dim * part)
+    if dims % 2:
+        raise rope.wrong("partial_rotary_factor", f"an even part of {head_dim} dimensions")
     theta = rope.number("rope_theta", None)
-    base = frequencies(head_dim, theta)
+    base = frequencies(dims, theta)
     about = f"theta {theta:g}" + ("" if given else " (not in the config: the family's default)")
+    if dims < head_dim:
+        about += f", {dims} of {head_dim} dimensions"
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return about, base
@@ -170,7 +210,52 @@ def _rope_from_hf(settings: Settings, head_dim: int) -> tuple[str, np.ndarray]:
     )
 
 
-def _refuse_unsupported(settings: Settings, context: int, window: int | None) -> None:
+def _list(settings: Settings, key: str, layers: int, known: tuple) -> list:
+    """One of the known values for each layer."""
+    values = settings.values.get(key)
+    if not isinstance(values, list) or len(values) < layers or not all(v in known for v in values):
+        raise settings.wrong(key, f"one of {known} for each of {layers} layers")
+    return values[:layers]
+
+
+def _turning(settings: Settings, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has RoPE."""
+    if settings.values.get("no_rope_layers") is not None:
+        return tuple(bool(turns) for turns in _list(settings, "no_rope_layers", layers, (0, 1)))
+    interval = settings.integer("no_rope_layer_interval", 4)
+    return tuple((layer + 1) % interval != 0 for layer in range(layers))
+
+
+def _windows(
+    settings: Settings, family: Family, context: int, turning: tuple[bool, ...]
+) -> tuple[int, ...]:
+    """Each layer's window, or (), where none has one that is shorter than the context."""
+    window, layers = (
+        settings.values.get("sliding_window", family.defaults["sliding_window"]),
+        len(turning),
+    )
+    if family.window_by_flag and not settings.flag("use_sliding_window"):
+        window = None
+    if window is None:
+        return ()
+    window = settings.integer("sliding_window", family.defaults["sliding_window"])
+    if window >= context:
+        return ()
+    sliding = [True] * layers
+    if family.window_by_flag and settings.values.get("layer_types") is not None:
+        kinds = ("full_attention", "sliding_attention")
+        sliding = [kind == kinds[1] for kind in _list(settings, "layer_types", layers, kinds)]
+    elif family.rope_by_layer:
+        sliding = [not turns for turns in turning]
+    elif family.window_by_flag:
+        first = settings.values.get("max_window_layers", family.defaults["max_window_layers"])
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise settings.wrong("max_window_layers", "a number of layers")
+        sliding = [layer >= first for layer in range(layers)]
+    return tuple(window * has for has in sliding) if any(sliding) else ()
+
+
+def _refuse_unsupported(settings: Settings) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key):
             raise ExportError(f"config.json: {key} is not supported yet")
@@ -178,11 +263,6 @@ def _refuse_unsupported(settings: Settings, context: int, window: int | None) ->
         raise settings.wrong("hidden_act", "silu")
     if settings.values.get("quantization_config"):
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
-    if window is not None and window < context:
-        raise ExportError(
-            f"config.json: sliding window attention is not supported yet (sliding_window {window}, "
-            f"context {context})"
-        )
 
 
 def config_from_hf(content: dict, generation: dict, name: str) -> Config:
@@ -205,26 +285,23 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         raise ExportError(f"config.json: hidden_size {width} is not a multiple of {heads} heads")
     else:
         head_dim = width // heads
-    window = content.get("sliding_window", defaults["sliding_window"])
-    if family.window_by_flag and not settings.flag("use_sliding_window"):
-        window = None
-    if window is not None:
-        window = integer("sliding_window")
-    _refuse_unsupported(settings, context, window)
+    layers = integer("num_hidden_layers")
+    turning = _turning(settings, layers) if family.rope_by_layer else (True,) * layers
+    _refuse_unsupported(settings)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
-    rope, table = _rope_from_hf(settings, head_dim)
-    bos, pad = (ids.ids(key, defaults.get(key)) for key in ("bos_token_id", "pad_token_id"))
+    rope, table = _rope_from_hf(settings, family, head_dim)
+    bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,
         width=width,
-        layers=integer("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=integer("intermediate_size"),
         vocab=integer("vocab_size"),
         context=context,
-        norm_eps=settings.number("rms_norm_eps", DEFAULT_EPS),
+        norm_eps=settings.number("rms_norm_eps", defaults["rms_norm_eps"]),
         rope=rope,
         frequencies=table,
         bos=bos[0] if bos else None,
@@ -232,6 +309,8 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         stops=ids.ids("eos_token_id", defaults["eos_token_id"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        windows=_windows(settings, family, context, turning),
+        turning=turning,
     )
 
 
@@ -265,7 +344,7 @@ def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
     for key in ("rope.dimension_count", "attention.value_length"):
         if settings.integer(key, head_dim) != head_dim:
             raise settings.wrong(key, f"the head size, {head_dim}")
-    theta = settings.number("rope.freq_base", DEFAULT_THETA)
+    theta = settings.number("rope.freq_base", LLAMA_DEFAULTS["rope_theta"])
     base = frequencies(head_dim, theta)
     scaling = metadata.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):

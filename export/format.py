@@ -89,8 +89,11 @@ class Layout:
         )
         config = config_bytes(self.model, self.dtype)
         head[HEADER_BYTES : HEADER_BYTES + CONFIG_BYTES] = config
-        at = HEADER_BYTES + CONFIG_BYTES + LAYER_BYTES * self.model.config.layers
-        # Layer entries are all zero: no window, RoPE table 0.
+        at = HEADER_BYTES + CONFIG_BYTES
+        for layer in range(self.model.config.layers):
+            window, turns = self.model.config.layer(layer)
+            struct.pack_into("<2I", head, at, window, 0 if turns else NO_ID)
+            at += LAYER_BYTES
         head[at : at + len(self.section)] = self.section
         for index, tensor in enumerate(self.tensors):
             at = self.table_at + ENTRY_BYTES * index
@@ -136,7 +139,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("gated", "I", 1),
         ("activation", "I", 0),
         ("learned_positions", "I", 0),
-        ("rotary_dims", "I", config.head_dim),
+        ("rotary_dims", "I", config.rotary_dims),
         ("rope_tables", "I", 1),
         ("rope_scale", "f", 1.0),
         ("attention_scale", "f", config.head_dim**-0.5),
@@ -171,7 +174,7 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     """The tensors in the order of the file, q, k, v and gate, up together."""
     config, parts = model.config, model.parts
     ffn, width = config.padded_ffn, config.width
-    tensors = [Tensor("rope", F32, (1, config.head_dim // 2), [rope_part(config)])]
+    tensors = [Tensor("rope", F32, (1, len(config.frequencies)), [rope_part(config)])]
 
     def matrix(name: str, *stacked: Part) -> None:
         rows = sum(part.shape[0] for part in stacked)

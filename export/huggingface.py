@@ -8,10 +8,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from export import chat
-from export.config import config_from_hf, family_of
+from export.config import FAMILIES, config_from_hf, family_of
 from export.errors import ExportError, malformed
 from export.files import read_array, read_json, read_json_if_there
-from export.model import Model, Part, collect
+from export.model import Config, Model, Part, collect, rows_of
 from export.tokenizer import tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -120,6 +120,28 @@ def _all_tensors(folder: Path) -> dict[str, Part]:
     return found
 
 
+def _split_fused(found: dict[str, Part], config: Config) -> None:
+    """Phi-3 has q, k and v in one matrix, and gate and up in another."""
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}."
+        for fused, pieces in (
+            ("self_attn.qkv_proj", {"q": query, "k": key, "v": key}),
+            ("mlp.gate_up_proj", {"gate": config.ffn, "up": config.ffn}),
+        ):
+            part = found.pop(f"{at}{fused}.weight", None)
+            if part is None:
+                raise ExportError(f"tensor {at}{fused}.weight is missing")
+            shape, first = (sum(pieces.values()), config.width), 0
+            if part.shape != shape:
+                raise ExportError(
+                    f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
+                )
+            for name, rows in pieces.items():
+                found[source_name(f"layers.{layer}.{name}")] = rows_of(part, first, rows)
+                first += rows
+
+
 def _check_tied(parts: dict[str, Part]) -> None:
     """A classifier that config.json calls tied has to be the embedding."""
     embed, classifier = parts["embed"], parts.pop("classifier")
@@ -142,7 +164,10 @@ def load(folder: Path) -> Model:
         family = family_of(content)
         config = config_from_hf(content, generation, name=folder.resolve().name)
     config.check()
-    parts = collect(_all_tensors(folder), config, source_name, IGNORED)
+    found = _all_tensors(folder)
+    if FAMILIES[family].fused:
+        _split_fused(found, config)
+    parts = collect(found, config, source_name, IGNORED)
     if content.get("tie_word_embeddings") and "classifier" in parts:
         _check_tied(parts)
     tokenizer = tokenizer_from_hf(folder)

@@ -26,9 +26,11 @@ class Config:
     context: int
     norm_eps: float
     rope: str  # for people: theta and scaling
-    frequencies: np.ndarray  # inverse, float64 [head_dim/2]
+    frequencies: np.ndarray  # inverse, float64 [dimensions of a head that turn / 2]
     qkv_bias: bool = False  # on q, k and v
     qk_norm: bool = False  # RMSNorm of each head of q and of k
+    windows: tuple[int, ...] = ()  # of each layer, 0: all positions; (): 0 everywhere
+    turning: tuple[bool, ...] = ()  # whether a layer has RoPE; (): all have
     bos: int | None = None
     pad: int | None = None
     stops: list[int] = field(default_factory=list)
@@ -37,6 +39,15 @@ class Config:
     @property
     def padded_ffn(self) -> int:
         return (self.ffn + 7) // 8 * 8
+
+    @property
+    def rotary_dims(self) -> int:
+        return 2 * len(self.frequencies)
+
+    def layer(self, number: int) -> tuple[int, bool]:
+        """Its window, and whether it has RoPE."""
+        window = self.windows[number] if self.windows else 0
+        return window, self.turning[number] if self.turning else True
 
     def check(self) -> None:
         """The limits of model/format.md."""
@@ -62,7 +73,11 @@ class Config:
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
         table = self.frequencies.astype(np.float32)
-        if table.shape != (self.head_dim // 2,) or not (np.isfinite(table) & (table > 0)).all():
+        if not 2 <= self.rotary_dims <= self.head_dim:
+            raise ExportError(
+                f"config: RoPE turns {self.rotary_dims} dimensions of a head of {self.head_dim}"
+            )
+        if not (np.isfinite(table) & (table > 0)).all():
             raise ExportError("config: a RoPE frequency is not finite and above 0")
         for name, token in (
             ("bos", self.bos),
@@ -174,6 +189,12 @@ def half_split(part: Part, heads: int) -> Part:
         return rows[start - first * size : stop - first * size]
 
     return Part(part.name, part.shape, read)
+
+
+def rows_of(part: Part, first: int, count: int) -> Part:
+    """Some rows of a matrix."""
+    shape = (count, *part.shape[1:])
+    return Part(part.name, shape, lambda start, stop: part.read(first + start, first + stop))
 
 
 def padded(part: Part, rows: int, columns: int) -> Part:

@@ -250,6 +250,7 @@ static void attend(struct member me, void *job) {
                                 .G = G,
                                 .D = D,
                                 .S = (size_t)e->plan.limits.context,
+                                .window = (size_t)c->layer[s->layer].window,
                                 .scale = c->attention_scale};
     cpu_attend(&a, me);
 }

@@ -15,11 +15,12 @@ struct attention {
     float *partial; /* [S/CPU_PART, rounded up, T, H, D + 2] where T <= CPU_BRIEF; else unused */
     const int32_t *slots, *positions; /* [T] */
     size_t T, H, G, D, S;
+    size_t window; /* positions that a row sees, its own included; 0: all */
     float scale;
 };
 
 /* All members of a team call it. out[t, h] = softmax(q[t, h] K^T scale) V over the
- * positions up to the row's own, in its slot. */
+ * positions up to the row's own, in its slot, as far back as the window goes. */
 void cpu_attend(const struct attention *a, struct member me);
 
 /* The thread that attends to the newest positions of a group in a step of one row: the one that

@@ -38,16 +38,27 @@ int cuda_report(const struct cuda_backend *b, struct error *error) {
 
 /* ---- the device ---- */
 
+/* What the model needs and the CPU alone has; NULL: nothing. */
+static const char *lacking(const struct config *c) {
+    if (c->qkv_bias) return "bias on q, k and v";
+    if (c->qk_norm != QK_NORM_NONE) return "norms of q and k";
+    if (c->rotary_dims != c->head_dim) return "RoPE on a part of a head";
+    if (c->rope_tables != 1) return "choice of RoPE tables";
+    for (int l = 0; l < c->layers; l++) {
+        if (c->layer[l].window) return "sliding windows";
+        if (c->layer[l].rope_table == NO_ID) return "layers without RoPE";
+    }
+    return NULL;
+}
+
 bool cuda_usable(const struct config *config, int number, char why[160]) {
     int count = 0, major = 0, driver = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (config && config->head_dim > CUDA_LARGEST_HEAD)
         snprintf(why, 160, "heads of %d dimensions: on a GPU at most %d can be run",
                  config->head_dim, CUDA_LARGEST_HEAD);
-    else if (config && config->qkv_bias)
-        snprintf(why, 160, "the GPU's kernels have no bias on q, k and v yet");
-    else if (config && config->qk_norm != QK_NORM_NONE)
-        snprintf(why, 160, "the GPU's kernels have no norms of q and k yet");
+    else if (config && lacking(config))
+        snprintf(why, 160, "the GPU's kernels have no %s yet", lacking(config));
     else if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         snprintf(why, 160, "no NVIDIA driver is installed");
     else if (status != cudaSuccess)

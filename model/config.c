@@ -230,8 +230,6 @@ int config_supported(const struct config *c, struct error *error) {
         {"a feed-forward part without gate (gated)", !c->gated},
         {"GELU (activation)", c->activation != SILU},
         {"learned positions", c->learned_positions},
-        {"RoPE on a part of a head (rotary_dims)", c->rotary_dims != c->head_dim},
-        {"two RoPE tables (rope_tables)", c->rope_tables != 1},
         {"a cap on attention scores (attention_cap)", c->attention_cap != 0},
         {"a cap on logits (final_cap)", c->final_cap != 0},
         {"experts", c->experts != 0},
@@ -240,16 +238,6 @@ int config_supported(const struct config *c, struct error *error) {
         if (flags[i].used)
             return fail(error, EXIT_BAD_FILE,
                         "the model uses %s, which this version does not implement", flags[i].what);
-    for (int l = 0; l < c->layers; l++) {
-        if (c->layer[l].window)
-            return fail(error, EXIT_BAD_FILE,
-                        "layer %d has a window of %d positions, which this version does not "
-                        "implement",
-                        l, c->layer[l].window);
-        if (c->layer[l].rope_table == NO_ID)
-            return fail(error, EXIT_BAD_FILE,
-                        "layer %d has no RoPE, which this version does not implement", l);
-    }
     return 0;
 }
 

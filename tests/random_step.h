@@ -61,14 +61,24 @@ static inline void reference_heads(const struct step *s, int layer, struct both 
                                    int position) {
     const struct engine *e = &s->r->engine;
     const struct layer_weights *w = &e->layer[layer];
+    const size_t half = (size_t)e->config->rotary_dims / 2;
+    const int table = e->config->layer[layer].rope_table;
     for (size_t i = 0; w->qkv_bias && i < s->qkv; i++)
         row[i] =
             (struct both){row[i].exact + (double)w->qkv_bias[i], row[i].plain + w->qkv_bias[i]};
     for (size_t i = 0; i < s->H + s->G; i++, row += s->D) {
         const float *norm = i < s->H ? w->norm_q : w->norm_k;
         if (norm) reference_norm(row, row, norm, e->config->norm_eps, 1, s->D);
-        reference_rope(row, e->rope, position, s->D / 2, e->config->rope_scale);
+        if (table != NO_ID)
+            reference_rope(row, e->rope + (size_t)table * half, position, half,
+                           e->config->rope_scale);
     }
+}
+
+/* The first position that a row at this one sees. */
+static inline size_t first_seen(const struct step *s, int layer, size_t position) {
+    const size_t window = (size_t)s->r->config.layer[layer].window;
+    return window && position + 1 > window ? position + 1 - window : 0;
 }
 
 /* y may err twice as much as the plain computation does at worst, and a few roundings. */

@@ -25,6 +25,7 @@ NO_ID = 0xFFFFFFFF
 @dataclass
 class ModelFile:
     config: dict
+    layers: list[tuple[int, int]]  # window, RoPE table
     tokenizer: bytes
     tensors: dict[str, np.ndarray]  # float32, whatever the file has
     raw: dict[str, bytes]
@@ -82,7 +83,9 @@ def read(path: Path) -> ModelFile:
 
     config = read_config(data[64:512])
     at = 512 + 16 * config["layers"]
-    assert data[512:at] == bytes(16 * config["layers"])  # no window, RoPE table 0
+    entries = list(struct.iter_unpack("<2I8x", data[512:at]))
+    assert all(table in (0, NO_ID) and window <= 1 << 22 for window, table in entries)
+    assert not any(any(data[place + 8 : place + 16]) for place in range(512, at, 16))
     tokenizer = data[at : at + tokenizer_bytes]
     table = at + (tokenizer_bytes + 7) // 8 * 8
     assert not any(data[at + tokenizer_bytes : table])
@@ -108,7 +111,7 @@ def read(path: Path) -> ModelFile:
         assert np.isfinite(values).all()
         tensors[name] = values.reshape(shape)
     assert len(data) == (end + 255) // 256 * 256 and not any(data[end:])
-    return ModelFile(config, tokenizer, tensors, raw)
+    return ModelFile(config, entries, tokenizer, tensors, raw)
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -129,7 +132,9 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     weights = {name: tensor.astype(np.float64) for name, tensor in model.tensors.items()}
     angle = np.arange(count)[:, None, None] * weights["rope"][0]
     cos, sin = np.cos(angle), np.sin(angle)
-    future = np.triu(np.full((count, count), -np.inf), 1)
+    half = c["rotary_dims"] // 2
+    position = np.arange(count)
+    age = position[:, None] - position
 
     def norm(x, name):
         factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
@@ -140,8 +145,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return product(rows, weights[matrix]) * factor
 
     def rotate(x):
-        first, second = x[..., : size // 2], x[..., size // 2 :]
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def head_norm(x, name):
         if not c["qk_norm"]:
@@ -149,17 +154,19 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
 
     x = weights["embed"][ids]
-    for layer in range(c["layers"]):
+    for layer, (window, table) in enumerate(model.layers):
         at = f"layers.{layer}."
+        turned = rotate if table == 0 else np.asarray
+        unseen = np.where((age < 0) | (age >= (window or count)), -np.inf, 0)
         qkv = normed_product(x, at + "norm_attention", at + "qkv")
         if c["qkv_bias"]:
             qkv = qkv + weights[at + "qkv_bias"]
         qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q = stored(rotate(head_norm(qkv[:, :heads], at + "norm_q")))
-        k = stored(rotate(head_norm(qkv[:, heads : heads + kv_heads], at + "norm_k")))
+        q = stored(turned(head_norm(qkv[:, :heads], at + "norm_q")))
+        k = stored(turned(head_norm(qkv[:, heads : heads + kv_heads], at + "norm_k")))
         v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
-        scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + future
+        scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + unseen
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)

@@ -50,8 +50,9 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
             v[j] = qkv[(j / D * heads + s->H + s->G + g) * D + j % D];
         }
         for (size_t t = 0; t < T; t++)
-            reference_attend(a + (t * s->H + i) * D, qkv + (t * heads + i) * D, k, v, t + 1, D,
-                             e->config->attention_scale);
+            reference_attend(a + (t * s->H + i) * D, qkv + (t * heads + i) * D,
+                             k + first_seen(s, layer, t) * D, v + first_seen(s, layer, t) * D,
+                             t + 1 - first_seen(s, layer, t), D, e->config->attention_scale);
     }
     reference_product(x, a, w->out, dtype, T, s->C, s->H * D);
     reference_norm(normed, x, w->norm_ffn, e->config->norm_eps, T, s->C);
@@ -92,6 +93,8 @@ static void check_chunks(struct shape shape, enum dtype dtype, int n, const int 
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
     r.config.qkv_bias = dtype == F32;
     r.config.qk_norm = dtype == BF16 ? QK_NORM_HEAD : QK_NORM_NONE;
+    for (int l = 0; l < shape.L; l++) r.config.layer[l].window = l % 2 ? 9 : 530;
+    r.config.layer[shape.L - 1].rope_table = shape.L > 1 ? NO_ID : 0;
     struct step s = {.r = &r, .V = (size_t)shape.V};
     const size_t bytes = (size_t)n * s.V * sizeof(float);
     int32_t *tokens = malloc((size_t)n * sizeof *tokens);

@@ -100,22 +100,60 @@ def test_logits_of_transformers(tiny_file):
     assert difference <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES.keys() - {"llama"}))
 def test_other_families(tmp_path, family):
-    """The same tensors from a folder and from a GGUF, and the logits of transformers: they err from
-    float64 by what their own float32 costs."""
+    """They err from float64 by what float32 costs transformers."""
     config, golden = tiny.FAMILIES[family], np.load(GOLDEN / f"tiny_{family}.npz")
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
-    writers.gguf_file(tmp_path / "tiny.gguf", config, tiny.tensors(config))
-    same_tensors(export(tmp_path / "tiny.gguf", tmp_path / "gguf.bin", "--dtype", "f32"), file)
     assert (file.config["qkv_bias"], file.config["qk_norm"]) == (
-        family == "qwen2",
+        "qwen2" in family,
         family == "qwen3",
     )
-    assert (file.config["tied"], file.config["add_bos"], file.config["stops"]) == (1, 0, [2, 330])
+    assert file.config["rotary_dims"] == {"phi3": 12, "qwen2": 8, "qwen2_window": 8}.get(family, 16)
+    assert file.layers == {
+        "qwen2_window": [(0, 0), (45, 0), (45, 0)],
+        "mistral": [(37, 0)] * 3,
+        "phi3": [(129, 0)] * 3,
+        "smollm3": [(0, 0), (0, reader.NO_ID), (0, 0)],
+    }.get(family, [(0, 0)] * 3)
     difference = np.abs(reader.forward(file, golden["ids"])[:, ::5] - golden["logits"]).max()
     assert difference <= 1.1 * golden["error"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_in_gguf(tmp_path, family):
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
+    file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
+    writers.gguf_file(tmp_path / "tiny.gguf", config, tiny.tensors(config))
+    other = export(tmp_path / "tiny.gguf", tmp_path / "gguf.bin", "--dtype", "f32")
+    same_tensors(other, file)
+    assert differs(other, file) == {"stops", "stop_count"}  # a GGUF names one
+
+
+def test_layers_of_other_kinds(tmp_path):
+    """Which layers have a window or RoPE, as the class of transformers says or the config."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+
+    def layers(family, **changes):
+        config = tiny.FAMILIES[family] | changes
+        writers.hf_folder(tmp_path / "t", config, tiny.tensors(config))
+        return export(tmp_path / "t", tmp_path / "t.bin").layers
+
+    assert layers("qwen2_window", layer_types=kinds) == [(45, 0), (0, 0), (0, 0)]
+    assert layers("qwen2_window", sliding_window=512) == [(0, 0)] * 3
+    assert layers("qwen2_window", max_window_layers=0) == [(45, 0)] * 3
+    assert layers("mistral", sliding_window=None) == [(0, 0)] * 3
+    missing = tiny.FAMILIES["mistral"] | {"max_position_embeddings": 32768}
+    del missing["sliding_window"]
+    writers.hf_folder(tmp_path / "m", missing, tiny.tensors(missing))
+    assert export(tmp_path / "m", tmp_path / "m.bin").layers == [(4096, 0)] * 3
+    none = reader.NO_ID
+    assert layers("smollm3", no_rope_layers=None) == [(0, 0)] * 3  # the fourth has none
+    assert layers("smollm3", no_rope_layers=None, no_rope_layer_interval=3)[2] == (0, none)
+    windows = layers("smollm3", use_sliding_window=True, sliding_window=9)
+    assert windows == [(0, 0), (9, none), (0, 0)]
 
 
 def test_llama3_scaling_counts(tmp_path, tiny_tensors):

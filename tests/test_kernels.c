@@ -6,11 +6,12 @@
 
 /* ---- fixtures ---- */
 
-/* Random keys and values of all layers for positions 0..count of a slot. */
+/* Random keys and values of all layers for positions 0..count of a slot, as far as the row at `count` sees
+ * them. */
 static void fill_cache(const struct step *s, size_t slot, size_t count) {
     for (int l = 0; l < s->r->config.layers; l++)
         for (size_t g = 0; g < s->G; g++)
-            for (size_t p = 0; p < count; p++)
+            for (size_t p = first_seen(s, l, count); p < count; p++)
                 for (size_t d = 0; d < s->D; d++) {
                     *cached(s, REGION_KEYS, l, slot, g, p, d) = random_float(&s->r->state) * 2;
                     *cached(s, REGION_VALUES, l, slot, g, p, d) = random_float(&s->r->state);
@@ -53,7 +54,8 @@ static void end(struct step *s, const char *what) {
 static void check_embed(struct step *s) {
     struct engine *e = &s->r->engine;
     const struct config *c = e->config;
-    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * s->D);
+    const size_t R = (size_t)c->rotary_dims, chunk = (size_t)e->plan.limits.chunk;
+    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * R);
     poison(s, REGION_X);
     poison(s, REGION_ROPE);
     begin(s);
@@ -65,17 +67,22 @@ static void check_embed(struct step *s) {
             x[t * s->C + i] =
                 (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
         }
-        for (size_t i = 0; i < s->D / 2; i++) { /* cosines turn (1, 0), sines come with it */
-            struct both unit[2] = {{1, 1}, {0, 0}};
-            reference_rope(unit, e->rope + i, row_numbers(s, 2)[t], 1, c->rope_scale);
-            turn[t * s->D + i] = unit[0];
-            turn[t * s->D + s->D / 2 + i] = unit[1];
-        }
     }
     compare(s, "x", region(s, REGION_X), s->C, x, s->T, s->C);
-    compare(s, "rope", region(s, REGION_ROPE), s->D, turn, s->T, s->D);
     allow(s, region(s, REGION_X), s->T * s->C);
-    allow(s, region(s, REGION_ROPE), s->T * s->D);
+    for (size_t table = 0; table < (size_t)c->rope_tables; table++) {
+        const float *turns = region(s, REGION_ROPE) + table * chunk * R;
+        for (size_t i = 0; i < s->T * (R / 2); i++) { /* cosines turn (1, 0), sines come with it */
+            const size_t t = i / (R / 2), dim = i % (R / 2);
+            struct both unit[2] = {{1, 1}, {0, 0}};
+            reference_rope(unit, e->rope + table * (R / 2) + dim, row_numbers(s, 2)[t], 1,
+                           c->rope_scale);
+            turn[t * R + dim] = unit[0];
+            turn[t * R + R / 2 + dim] = unit[1];
+        }
+        compare(s, "rope", turns, R, turn, s->T, R);
+        allow(s, turns, s->T * R);
+    }
     end(s, "embed");
     free(x);
     free(turn);
@@ -130,11 +137,13 @@ static void check_attend(struct step *s, int layer) {
     for (size_t t = 0; t < s->T; t++)
         for (size_t g = 0; g < s->G; g++) {
             const size_t slot = (size_t)row_numbers(s, 1)[t];
-            const size_t count = (size_t)row_numbers(s, 2)[t] + 1, per_group = s->H / s->G;
+            const size_t first = first_seen(s, layer, (size_t)row_numbers(s, 2)[t]);
+            const size_t count = (size_t)row_numbers(s, 2)[t] + 1 - first, per_group = s->H / s->G;
             struct both *k = both_new(count * s->D), *v = both_new(count * s->D);
             for (size_t i = 0; i < count * s->D; i++) {
-                const float key = *cached(s, REGION_KEYS, layer, slot, g, i / s->D, i % s->D);
-                const float value = *cached(s, REGION_VALUES, layer, slot, g, i / s->D, i % s->D);
+                const size_t at = first + i / s->D;
+                const float key = *cached(s, REGION_KEYS, layer, slot, g, at, i % s->D);
+                const float value = *cached(s, REGION_VALUES, layer, slot, g, at, i % s->D);
                 k[i] = (struct both){(double)key, key};
                 v[i] = (struct both){(double)value, value};
             }
@@ -232,6 +241,20 @@ static void check_step(struct step *s) {
     if (s->rows.classified) check_classify(s);
 }
 
+/* What families differ in, each about as often as not. */
+static void vary(struct config *c, int T, int position) {
+    static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
+    c->qkv_bias = T % 3 == 1;
+    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : QK_NORM_NONE;
+    c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
+    c->rope_tables = 1 + T % 2;
+    for (int l = 0; l < c->layers; l++) {
+        const int table = (T + l) % 3;
+        c->layer[l].window = windows[(T + position + l) % 9];
+        c->layer[l].rope_table = table < c->rope_tables ? table : NO_ID;
+    }
+}
+
 /* T rows at a position of slot 1 of two; everything else in the caches is NaN. */
 static void check_shape(struct shape shape, enum dtype dtype, int T, int position, int threads) {
     struct random_engine r;
@@ -239,8 +262,7 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.rope_scale = 1.25f;
     c.embed_scale = 1.5f;
     c.tied = T % 2;
-    c.qkv_bias = T % 3 == 1;
-    c.qk_norm = T % 4 < 2 ? QK_NORM_HEAD : QK_NORM_NONE;
+    vary(&c, T, position);
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
     random_engine_open(&r, c,
                        (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});

@@ -1,5 +1,5 @@
-"""The forward pass in plain numpy, of Llama and of what has biases or norms of q and k beside: the
-oracle that owes nothing to transformers.
+"""The forward pass in plain numpy, of Llama and of families that are near to it: the oracle that
+owes nothing to transformers.
 
 Tensors have Hugging Face names and layout: [out, in] matrices, q and k rows in half-split order.
 Letters: T positions, H heads, K kv heads, D head_dim, V vocabulary.
@@ -20,9 +20,9 @@ def head_dim(config):
 
 
 def inverse_frequencies(config):
-    """[D/2], with llama3 scaling where the config asks for it."""
+    """[rotary dimensions / 2], with llama3 scaling where the config asks for it."""
     rope = config["rope_parameters"]
-    dim = head_dim(config)
+    dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1))
     freq = rope["rope_theta"] ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope["rope_type"] == "default":
         return freq
@@ -34,21 +34,32 @@ def inverse_frequencies(config):
     return keep * freq + (1 - keep) * freq / rope["factor"]
 
 
+def window(config, layer):
+    """Positions that a query of the layer sees, its own included; None: all before it."""
+    kinds = config.get("layer_types")
+    if kinds and kinds[layer] != "sliding_attention":
+        return None
+    return config.get("sliding_window")
+
+
 def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def rotate(x, cos, sin):
-    """Half-split rope of x [T, heads, D]; cos and sin are [T, 1, D/2]."""
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    """Half-split rope of x [T, heads, D]; cos and sin are [T, 1, R/2]: dimensions past R stay."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def attention(q, k, v):
-    """Causal attention of q [T, H, D] over k, v [T, K, D]; returns [T, H * D]."""
+def attention(q, k, v, seen):
+    """Causal attention of q [T, H, D] over k, v [T, K, D], of the last `seen` positions; returns
+    [T, H * D]."""
     positions, heads, dim = q.shape
     group = heads // k.shape[1]
     hidden = np.triu(np.ones((positions, positions), bool), 1)
+    hidden |= np.tril(np.ones((positions, positions), bool), -(seen or positions))
     out = np.empty_like(q)
     for h in range(heads):
         scores = q[:, h] @ k[:, h // group].T / math.sqrt(dim)
@@ -76,18 +87,29 @@ def logits(config, weights, ids, dtype=np.float64):
     dim = head_dim(config)
     angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config)
     cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+    turns = config.get("no_rope_layers") or [1] * config["num_hidden_layers"]
     x = w("model.embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         h = rms_norm(x, w(at + "input_layernorm.weight"), eps)
-        q, k, v = (project(h, f"{at}self_attn.{name}_proj") for name in "qkv")
+        if at + "self_attn.qkv_proj.weight" in weights:
+            qkv = project(h, at + "self_attn.qkv_proj")
+            heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+            q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
+        else:
+            q, k, v = (project(h, f"{at}self_attn.{name}_proj") for name in "qkv")
         q = head_norm(q, at + "self_attn.q_norm.weight")
         k = head_norm(k, at + "self_attn.k_norm.weight")
-        h = attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        if turns[layer]:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        h = attention(q, k, v, window(config, layer))
         x = x + h @ w(at + "self_attn.o_proj.weight").T
         h = rms_norm(x, w(at + "post_attention_layernorm.weight"), eps)
-        gate = h @ w(at + "mlp.gate_proj.weight").T
-        h = gate / (1 + np.exp(-gate)) * (h @ w(at + "mlp.up_proj.weight").T)
+        if at + "mlp.gate_up_proj.weight" in weights:
+            gate, up = np.split(h @ w(at + "mlp.gate_up_proj.weight").T, 2, axis=1)
+        else:
+            gate, up = (h @ w(f"{at}mlp.{name}_proj.weight").T for name in ("gate", "up"))
+        h = gate / (1 + np.exp(-gate)) * up
         x = x + h @ w(at + "mlp.down_proj.weight").T
     tied = config["tie_word_embeddings"]
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"

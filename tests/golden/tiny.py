@@ -4,7 +4,8 @@ Llama, and others of nearly its shape with what their families have.
 The Llama's shape is awkward on purpose: heads * head_dim (128) is not the hidden size (64), four
 query heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling
 keeps 2 of the 8 frequencies, blends 2 and divides 4. The Qwen 2 has heads of 8, as its config says
-nothing of their size.
+nothing of their size. Windows are shorter than the text that the models are given: in all layers of
+the Mistral and of the Phi 3, and in the last two of one Qwen 2.
 
 A value is k / 2^15 * range, k a 16-bit signed integer from a hash of the tensor's name and of the
 element's index, range a power of two: exact in float32, and mostly not in bfloat16 or float16.
@@ -64,15 +65,57 @@ QWEN = {key: value for key, value in CONFIG.items() if key not in NOT_QWEN} | {
 QWEN2 = QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 del QWEN2["head_dim"]
-FAMILIES = {"llama": CONFIG, "qwen2": QWEN2, "qwen3": QWEN3}
+WINDOW = {"max_window_layers": 1, "sliding_window": 45, "use_sliding_window": True}
 
-
-def head_dim(config):
-    return config.get("head_dim", HIDDEN // HEADS)
+PLAIN_ROPE = {"rope_theta": 200.0, "rope_type": "default"}
+MISTRAL = {key: value for key, value in CONFIG.items() if key not in NOT_QWEN} | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "rope_parameters": PLAIN_ROPE,
+    "sliding_window": 37,
+}
+PHI3 = MISTRAL | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "num_attention_heads": 4,
+    "original_max_position_embeddings": 512,
+    "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75},
+    "sliding_window": 129,
+}
+del PHI3["head_dim"]
+SMOLLM3 = {key: value for key, value in CONFIG.items() if key != "pretraining_tp"} | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "no_rope_layers": [1, 0, 1],
+    "rope_parameters": PLAIN_ROPE,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+FAMILIES = {
+    "llama": CONFIG,
+    "qwen2": QWEN2,
+    "qwen2_window": QWEN2 | WINDOW,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "phi3": PHI3,
+    "smollm3": SMOLLM3,
+}
 
 
 def layer_shapes(config):
-    query, key = HEADS * head_dim(config), KV_HEADS * head_dim(config)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim", HIDDEN // heads)
+    query, key = heads * size, kv_heads * size
+    if config["model_type"] == "phi3":
+        return {
+            "input_layernorm.weight": (HIDDEN,),
+            "self_attn.qkv_proj.weight": (query + 2 * key, HIDDEN),
+            "self_attn.o_proj.weight": (HIDDEN, query),
+            "post_attention_layernorm.weight": (HIDDEN,),
+            "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
     result = {
         "input_layernorm.weight": (HIDDEN,),
         "self_attn.q_proj.weight": (query, HIDDEN),
