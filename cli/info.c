@@ -52,12 +52,16 @@ static void print_config(const struct config *c) {
            c->kv_heads, c->qkv_bias ? ", with biases" : "",
            c->qk_norm == QK_NORM_HEAD ? ", queries and keys with norms" : "");
     print_layers(c);
-    printf("feed-forward         %d, gated, SiLU\n", c->ffn);
+    printf("feed-forward         %d, gated, %s\n", c->ffn, c->activation == SILU ? "SiLU" : "GELU");
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");
-    printf("context              %d\nnorm                 RMS, epsilon %g\n", c->context,
+    printf("context              %d\nnorm                 RMS%s, epsilon %g\n", c->context,
+           c->norm_placement == NORM_BEFORE ? "" : ", also after the block's halves",
            (double)c->norm_eps);
     printf("attention scale      %g\n", (double)c->attention_scale);
+    if (c->attention_cap != 0) printf("cap on scores        %g\n", (double)c->attention_cap);
+    if (c->final_cap != 0) printf("cap on logits        %g\n", (double)c->final_cap);
+    if (c->embed_scale != 1) printf("embedding factor     %g\n", (double)c->embed_scale);
     printf("matrices             %s\n", dtype_name(c->weight_dtype));
 }
 

@@ -82,11 +82,11 @@ def describe(model: Model, dtype: str) -> str:
         f"  vocabulary {config.vocab}{tied}, context {config.context}, matrices as {dtype}",
         f"  RoPE: {config.rope}",
     ]
-    if config.windows:
-        sliding = [window for window in config.windows if window]
+    sliding = [window for window in config.windows if window]
+    if sliding:
         lines.append(f"  window: {sliding[0]} positions in {len(sliding)} layers")
-    if config.turning and not all(config.turning):
-        lines.append(f"  no RoPE in {config.turning.count(False)} layers")
+    if None in config.rope_tables:
+        lines.append(f"  no RoPE in {config.rope_tables.count(None)} layers")
     if tokenizer:
         lines.append(f"  tokenizer: {tokenizer.describe()}; chat shape: {config.chat}")
     else:

@@ -1,93 +1,15 @@
 """Configs of the sources: Hugging Face's config.json and GGUF's metadata; RoPE frequencies."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from export.errors import ExportError
+from export.families import FAMILIES, LLAMA, TYPES, Family
 from export.model import Config
 
-# What transformers assumes of keys that a config.json leaves out.
-LLAMA_DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "sliding_window": None,
-    "head_dim": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
-MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-PHI3_DEFAULTS = LLAMA_DEFAULTS | {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "eos_token_id": 32000,
-    "pad_token_id": 32000,
-    "rms_norm_eps": 1e-5,
-}
-SMOLLM3_DEFAULTS = LLAMA_DEFAULTS | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "pad_token_id": 128004,
-    "rope_theta": 2000000.0,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """An architecture of transformers."""
-
-    defaults: dict
-    qkv_bias: bool = False
-    qk_norm: bool = False  # of each head
-    window_by_flag: bool = False  # sliding_window counts with use_sliding_window, in some layers
-    partial_rope: bool = False  # partial_rotary_factor counts
-    rope_by_layer: bool = False  # no_rope_layers counts
-    fused: bool = False  # one matrix has q, k and v, another gate and up
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(LLAMA_DEFAULTS),
-    "MistralForCausalLM": Family(MISTRAL_DEFAULTS),
-    "Qwen2ForCausalLM": Family(QWEN2_DEFAULTS, qkv_bias=True, window_by_flag=True),
-    "Qwen3ForCausalLM": Family(
-        QWEN2_DEFAULTS | {"head_dim": 128}, qk_norm=True, window_by_flag=True
-    ),
-    "Phi3ForCausalLM": Family(PHI3_DEFAULTS, partial_rope=True, fused=True),
-    "SmolLM3ForCausalLM": Family(SMOLLM3_DEFAULTS, window_by_flag=True, rope_by_layer=True),
-}
-TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}  # model_type
 ROPE_TYPES = ("default", "linear", "llama3")
+KINDS = ("full_attention", "sliding_attention")  # of layers, by layer_types
 
 
 def frequencies(dims: int, theta: float) -> np.ndarray:
@@ -162,33 +84,20 @@ def family_of(content: dict) -> str:
     return family
 
 
-def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
-    """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
-    values = settings.values
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    given = "rope_theta" in values or "rope_theta" in scaling
-    rope = Settings(
-        {
-            "rope_theta": values.get("rope_theta", family.defaults["rope_theta"]),
-            "partial_rotary_factor": values.get("partial_rotary_factor", 1.0),
-        }
-        | scaling,
-        "config.json: RoPE",
-    )
-    part = rope.number("partial_rotary_factor", None)
+def _rope_table(rope: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
+    """What a set of RoPE parameters says, in words and as frequencies."""
+    part = rope.number("partial_rotary_factor", 1.0)
     if not (0 < part <= 1 if family.partial_rope else part == 1):
-        raise rope.wrong("partial_rotary_factor", "1" if not family.partial_rope else "0 to 1")
+        raise rope.wrong("partial_rotary_factor", "0 to 1" if family.partial_rope else "1")
     dims = int(head_dim * part)
     if dims % 2:
         raise rope.wrong("partial_rotary_factor", f"an even part of {head_dim} dimensions")
     theta = rope.number("rope_theta", None)
     base = frequencies(dims, theta)
-    about = f"theta {theta:g}" + ("" if given else " (not in the config: the family's default)")
+    about = f"theta {theta:g}"
     if dims < head_dim:
         about += f", {dims} of {head_dim} dimensions"
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if kind == "default":
         return about, base
     if kind == "linear":
@@ -210,6 +119,35 @@ def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[st
     )
 
 
+def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
+    """Reads rope_parameters (transformers 5; of each kind of layer, where these differ) or
+    rope_theta and rope_scaling (before). Frequencies of each table: all layers', or first those of
+    layers without a window."""
+    values, where = settings.values, "config.json: RoPE"
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
+    if family.local_rope and any(kind in given for kind in KINDS):
+        sets = [given.get(kind) or {} for kind in KINDS]
+        if not all(isinstance(parameters, dict) for parameters in sets):
+            raise settings.wrong("rope_parameters", "one set of RoPE parameters for each kind")
+    elif any(isinstance(value, dict) for value in given.values()):
+        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
+    else:
+        sets = [given, {}] if family.local_rope else [given]
+    keys = ("rope_theta", "rope_local_base_freq")
+    told, tables = [], []
+    for key, parameters in zip(keys, sets, strict=False):
+        theta = {"rope_theta": values.get(key, family.defaults[key])}
+        part = {"partial_rotary_factor": values.get("partial_rotary_factor", 1.0)}
+        about, table = _rope_table(Settings(theta | part | parameters, where), family, head_dim)
+        if key not in values and "rope_theta" not in parameters:
+            about += " (not in the config: the family's default)"
+        told.append(about)
+        tables.append(table)
+    return "; in windows ".join(told), np.stack(tables)
+
+
 def _list(settings: Settings, key: str, layers: int, known: tuple) -> list:
     """One of the known values for each layer."""
     values = settings.values.get(key)
@@ -226,41 +164,62 @@ def _turning(settings: Settings, layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
-def _windows(
-    settings: Settings, family: Family, context: int, turning: tuple[bool, ...]
-) -> tuple[int, ...]:
-    """Each layer's window, or (), where none has one that is shorter than the context."""
-    window, layers = (
-        settings.values.get("sliding_window", family.defaults["sliding_window"]),
-        len(turning),
-    )
-    if family.window_by_flag and not settings.flag("use_sliding_window"):
-        window = None
-    if window is None:
-        return ()
-    window = settings.integer("sliding_window", family.defaults["sliding_window"])
-    if window >= context:
-        return ()
-    sliding = [True] * layers
-    if family.window_by_flag and settings.values.get("layer_types") is not None:
-        kinds = ("full_attention", "sliding_attention")
-        sliding = [kind == kinds[1] for kind in _list(settings, "layer_types", layers, kinds)]
-    elif family.rope_by_layer:
-        sliding = [not turns for turns in turning]
-    elif family.window_by_flag:
+def _sliding(settings: Settings, family: Family, turning: tuple[bool, ...]) -> list[bool]:
+    """Which layers look no further back than sliding_window."""
+    layers = len(turning)
+    by_layer = family.window_by_flag or family.full_every > 0
+    if by_layer and settings.values.get("layer_types") is not None:
+        return [kind == KINDS[1] for kind in _list(settings, "layer_types", layers, KINDS)]
+    if family.full_every:
+        every = settings.integer("sliding_window_pattern", family.full_every)
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if family.rope_by_layer:
+        return [not turns for turns in turning]
+    if family.window_by_flag:
         first = settings.values.get("max_window_layers", family.defaults["max_window_layers"])
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise settings.wrong("max_window_layers", "a number of layers")
-        sliding = [layer >= first for layer in range(layers)]
-    return tuple(window * has for has in sliding) if any(sliding) else ()
+        return [layer >= first for layer in range(layers)]
+    return [True] * layers
+
+
+def _window(settings: Settings, family: Family, context: int) -> int:
+    """0: none that is shorter than the context."""
+    window = settings.values.get("sliding_window", family.defaults["sliding_window"])
+    if window is None or (family.window_by_flag and not settings.flag("use_sliding_window")):
+        return 0
+    window = settings.integer("sliding_window", family.defaults["sliding_window"])
+    return window if window < context else 0
+
+
+def _cap(settings: Settings, family: Family, key: str) -> float:
+    if settings.values.get(key, family.defaults.get(key)) is None:
+        return 0.0
+    return settings.number(key, family.defaults.get(key))
+
+
+def _embed_scale(settings: Settings, width: int) -> float:
+    """sqrt(width), in the dtype that the weights were trained in, as transformers rounds it."""
+    dtype = settings.values.get("dtype") or settings.values.get("torch_dtype")
+    root = np.float32(np.sqrt(width))
+    if dtype == "bfloat16":
+        bits = int(root.view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(np.float16(root)) if dtype == "float16" else float(root)
+
+
+def _check_activation(settings: Settings, family: Family) -> None:
+    """Gemma's is the tanh's GELU, whatever the name that its older configs have."""
+    key = "hidden_activation" if "hidden_activation" in settings.values else "hidden_act"
+    known = ("gelu_pytorch_tanh", "gelu", None) if family.gemma else ("silu",)
+    if settings.values.get(key, known[0]) not in known:
+        raise settings.wrong(key, known[0])
 
 
 def _refuse_unsupported(settings: Settings) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key):
             raise ExportError(f"config.json: {key} is not supported yet")
-    if settings.values.get("hidden_act", "silu") != "silu":
-        raise settings.wrong("hidden_act", "silu")
     if settings.values.get("quantization_config"):
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
 
@@ -287,9 +246,16 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         head_dim = width // heads
     layers = integer("num_hidden_layers")
     turning = _turning(settings, layers) if family.rope_by_layer else (True,) * layers
+    sliding, window = _sliding(settings, family, turning), _window(settings, family, context)
+    _check_activation(settings, family)
     _refuse_unsupported(settings)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
     rope, table = _rope_from_hf(settings, family, head_dim)
+    scalar = float(head_dim)
+    if "query_pre_attn_scalar" in defaults:
+        scalar = settings.number("query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
+        if not 1 <= scalar <= 1e6:
+            raise settings.wrong("query_pre_attn_scalar", "1 to 1e6")
     bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,
@@ -309,8 +275,17 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         stops=ids.ids("eos_token_id", defaults["eos_token_id"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        windows=_windows(settings, family, context, turning),
-        turning=turning,
+        norms_after=family.norms_after,
+        activation="gelu" if family.gemma else "silu",
+        attention_scale=scalar**-0.5,
+        attention_cap=_cap(settings, family, "attn_logit_softcapping"),
+        final_cap=_cap(settings, family, "final_logit_softcapping"),
+        embed_scale=_embed_scale(settings, width) if family.gemma else 1.0,
+        windows=tuple(window * slides for slides in sliding),
+        rope_tables=tuple(
+            (slides if family.local_rope else 0) if turns else None
+            for slides, turns in zip(sliding, turning, strict=True)
+        ),
     )
 
 
@@ -344,7 +319,7 @@ def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
     for key in ("rope.dimension_count", "attention.value_length"):
         if settings.integer(key, head_dim) != head_dim:
             raise settings.wrong(key, f"the head size, {head_dim}")
-    theta = settings.number("rope.freq_base", LLAMA_DEFAULTS["rope_theta"])
+    theta = settings.number("rope.freq_base", LLAMA["rope_theta"])
     base = frequencies(head_dim, theta)
     scaling = metadata.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
@@ -364,5 +339,5 @@ def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
         context=settings.integer("context_length", None),
         norm_eps=settings.number("attention.layer_norm_rms_epsilon", None),
         rope=f"theta {theta:g}" + (f", linear scaling {factor:g}" if factor > 1 else ""),
-        frequencies=base / (factor or 1.0),
+        frequencies=(base / (factor or 1.0))[None],
     )

@@ -91,8 +91,8 @@ class Layout:
         head[HEADER_BYTES : HEADER_BYTES + CONFIG_BYTES] = config
         at = HEADER_BYTES + CONFIG_BYTES
         for layer in range(self.model.config.layers):
-            window, turns = self.model.config.layer(layer)
-            struct.pack_into("<2I", head, at, window, 0 if turns else NO_ID)
+            window, table = self.model.config.layer(layer)
+            struct.pack_into("<2I", head, at, window, NO_ID if table is None else table)
             at += LAYER_BYTES
         head[at : at + len(self.section)] = self.section
         for index, tensor in enumerate(self.tensors):
@@ -130,22 +130,22 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("context", "I", config.context),
         ("weight_dtype", "I", dtype),
         ("norm", "I", 0),
-        ("norm_placement", "I", 0),
+        ("norm_placement", "I", config.norms_after),
         ("norm_eps", "f", config.norm_eps),
         ("qkv_bias", "I", config.qkv_bias),
         ("out_bias", "I", 0),
         ("ffn_bias", "I", 0),
         ("qk_norm", "I", config.qk_norm),
         ("gated", "I", 1),
-        ("activation", "I", 0),
+        ("activation", "I", config.activation == "gelu"),
         ("learned_positions", "I", 0),
         ("rotary_dims", "I", config.rotary_dims),
-        ("rope_tables", "I", 1),
+        ("rope_tables", "I", len(config.frequencies)),
         ("rope_scale", "f", 1.0),
-        ("attention_scale", "f", config.head_dim**-0.5),
-        ("attention_cap", "f", 0.0),
-        ("final_cap", "f", 0.0),
-        ("embed_scale", "f", 1.0),
+        ("attention_scale", "f", config.attention_scale or config.head_dim**-0.5),
+        ("attention_cap", "f", config.attention_cap),
+        ("final_cap", "f", config.final_cap),
+        ("embed_scale", "f", config.embed_scale),
         ("tied", "I", model.tied),
         ("experts", "I", 0),
         ("experts_used", "I", 0),
@@ -166,7 +166,7 @@ def config_bytes(model: Model, dtype: int) -> bytes:
 
 
 def rope_part(config: Config) -> Part:
-    table = config.frequencies.astype(np.float32)[None]
+    table = config.frequencies.astype(np.float32)
     return Part("rope", table.shape, lambda start, stop: table[start:stop])
 
 
@@ -174,7 +174,7 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     """The tensors in the order of the file, q, k, v and gate, up together."""
     config, parts = model.config, model.parts
     ffn, width = config.padded_ffn, config.width
-    tensors = [Tensor("rope", F32, (1, len(config.frequencies)), [rope_part(config)])]
+    tensors = [Tensor("rope", F32, config.frequencies.shape, [rope_part(config)])]
 
     def matrix(name: str, *stacked: Part) -> None:
         rows = sum(part.shape[0] for part in stacked)
@@ -195,10 +195,14 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
             vector(at + "norm_q")
             vector(at + "norm_k")
         matrix(at + "out", parts[at + "out"])
+        if config.norms_after:
+            vector(at + "norm_after_attention")
         vector(at + "norm_ffn")
         gate, up = (padded(parts[at + name], ffn, width) for name in ("gate", "up"))
         matrix(at + "gate_up", gate, up)
         matrix(at + "down", padded(parts[at + "down"], width, ffn))
+        if config.norms_after:
+            vector(at + "norm_after_ffn")
     vector("norm_final")
     if not model.tied:
         matrix("classifier", parts["classifier"])

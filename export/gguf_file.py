@@ -130,9 +130,9 @@ def _part(path: Path, tensor: gguf.ReaderTensor) -> Part:
 
 def _apply_rope_factors(config: Config, part: Part) -> None:
     """Converters write llama3 scaling as what to divide each frequency by."""
-    if part.shape != config.frequencies.shape:
+    if part.shape != config.frequencies.shape[1:]:
         raise ExportError(
-            f"tensor {part.name}: expected shape {list(config.frequencies.shape)}, "
+            f"tensor {part.name}: expected shape {list(config.frequencies.shape[1:])}, "
             f"found {list(part.shape)}"
         )
     factors = part.read(0, part.shape[0]).astype(np.float64)

@@ -8,8 +8,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from export import chat
-from export.config import FAMILIES, config_from_hf, family_of
+from export.config import config_from_hf, family_of
 from export.errors import ExportError, malformed
+from export.families import FAMILIES
 from export.files import read_array, read_json, read_json_if_there
 from export.model import Config, Model, Part, collect, rows_of
 from export.tokenizer import tokenizer_from_hf
@@ -39,13 +40,19 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+# With norms after the block's halves the name of a Llama's second norm means another one.
+NAMES_AFTER = NAMES | {
+    "norm_after_attention": "post_attention_layernorm",
+    "norm_ffn": "pre_feedforward_layernorm",
+    "norm_after_ffn": "post_feedforward_layernorm",
+}
 
 
-def source_name(name: str) -> str:
+def source_name(name: str, names: dict = NAMES) -> str:
     """layers.3.q -> model.layers.3.self_attn.q_proj.weight"""
     *layer, last = name.removeprefix("layers.").split(".")
     kind = ".bias" if last.endswith("_bias") else ".weight"
-    return "".join(f"model.layers.{number}." for number in layer) + NAMES[last] + kind
+    return "".join(f"model.layers.{number}." for number in layer) + names[last] + kind
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:
@@ -142,6 +149,14 @@ def _split_fused(found: dict[str, Part], config: Config) -> None:
                 first += rows
 
 
+def _add_one(parts: dict[str, Part]) -> None:
+    """Gemma's norms multiply by 1 + w."""
+    for name, part in parts.items():
+        if ".norm_" in f".{name}":
+            read = part.read
+            parts[name] = Part(part.name, part.shape, lambda *rows, read=read: 1 + read(*rows))
+
+
 def _check_tied(parts: dict[str, Part]) -> None:
     """A classifier that config.json calls tied has to be the embedding."""
     embed, classifier = parts["embed"], parts.pop("classifier")
@@ -164,10 +179,13 @@ def load(folder: Path) -> Model:
         family = family_of(content)
         config = config_from_hf(content, generation, name=folder.resolve().name)
     config.check()
-    found = _all_tensors(folder)
-    if FAMILIES[family].fused:
+    kind, found = FAMILIES[family], _all_tensors(folder)
+    if kind.fused:
         _split_fused(found, config)
-    parts = collect(found, config, source_name, IGNORED)
+    names = NAMES_AFTER if kind.norms_after else NAMES
+    parts = collect(found, config, lambda name: source_name(name, names), IGNORED)
+    if kind.gemma:
+        _add_one(parts)
     if content.get("tie_word_embeddings") and "classifier" in parts:
         _check_tied(parts)
     tokenizer = tokenizer_from_hf(folder)

@@ -75,7 +75,7 @@ def read_header(path: Path) -> Header:
         context=context,
         norm_eps=EPS,
         rope=f"theta {THETA:g}",
-        frequencies=frequencies(head_dim, THETA),
+        frequencies=frequencies(head_dim, THETA)[None],
         bos=BOS,
         stops=[BOS, EOS],
     )

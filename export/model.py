@@ -26,11 +26,17 @@ class Config:
     context: int
     norm_eps: float
     rope: str  # for people: theta and scaling
-    frequencies: np.ndarray  # inverse, float64 [dimensions of a head that turn / 2]
+    frequencies: np.ndarray  # inverse, float64 [tables, dimensions of a head that turn / 2]
     qkv_bias: bool = False  # on q, k and v
     qk_norm: bool = False  # RMSNorm of each head of q and of k
+    norms_after: bool = False  # of what attention and feed-forward give
+    activation: str = "silu"
+    attention_scale: float | None = None  # None: head_dim^-0.5
+    attention_cap: float = 0.0
+    final_cap: float = 0.0
+    embed_scale: float = 1.0
     windows: tuple[int, ...] = ()  # of each layer, 0: all positions; (): 0 everywhere
-    turning: tuple[bool, ...] = ()  # whether a layer has RoPE; (): all have
+    rope_tables: tuple[int | None, ...] = ()  # of each layer, None: no RoPE; (): 0 everywhere
     bos: int | None = None
     pad: int | None = None
     stops: list[int] = field(default_factory=list)
@@ -42,12 +48,12 @@ class Config:
 
     @property
     def rotary_dims(self) -> int:
-        return 2 * len(self.frequencies)
+        return 2 * self.frequencies.shape[1]
 
-    def layer(self, number: int) -> tuple[int, bool]:
-        """Its window, and whether it has RoPE."""
+    def layer(self, number: int) -> tuple[int, int | None]:
+        """Its window, and its RoPE table."""
         window = self.windows[number] if self.windows else 0
-        return window, self.turning[number] if self.turning else True
+        return window, self.rope_tables[number] if self.rope_tables else 0
 
     def check(self) -> None:
         """The limits of model/format.md."""
@@ -70,6 +76,13 @@ class Config:
             raise ExportError(
                 f"config: {self.heads} heads are not a multiple of {self.kv_heads} key/value heads"
             )
+        for name, value, lowest in (
+            ("attention scale", self.attention_scale or 1.0, 1e-6),
+            ("cap on attention scores", self.attention_cap, 0),
+            ("cap on logits", self.final_cap, 0),
+        ):
+            if not lowest <= value <= 1e6:
+                raise ExportError(f"config: {name} {value} is not in {lowest} to 1e6")
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
         table = self.frequencies.astype(np.float32)
@@ -130,6 +143,7 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     query, key = config.heads * size, config.kv_heads * size
     biases = (("q_bias", (query,)), ("k_bias", (key,)), ("v_bias", (key,)))
     norms = (("norm_q", (size,)), ("norm_k", (size,)))
+    after = (("norm_after_attention", (width,)), ("norm_after_ffn", (width,)))
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, width)}
     for layer in range(config.layers):
         for name, shape in (
@@ -140,10 +154,12 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
             *(biases if config.qkv_bias else ()),
             *(norms if config.qk_norm else ()),
             ("out", (width, query)),
+            *(after[:1] if config.norms_after else ()),
             ("norm_ffn", (width,)),
             ("gate", (ffn, width)),
             ("up", (ffn, width)),
             ("down", (width, ffn)),
+            *(after[1:] if config.norms_after else ()),
         ):
             shapes[f"layers.{layer}.{name}"] = shape
     return shapes | {"norm_final": (width,), "classifier": (config.vocab, width)}

@@ -251,40 +251,63 @@ static void attend(struct member me, void *job) {
                                 .D = D,
                                 .S = (size_t)e->plan.limits.context,
                                 .window = (size_t)c->layer[s->layer].window,
-                                .scale = c->attention_scale};
+                                .scale = c->attention_scale,
+                                .cap = c->attention_cap};
     cpu_attend(&a, me);
 }
 
 /* ---- project ---- */
 
-/* What      x[T,C] += a Wout^T, or x += h Wdown^T, where h is the first half of REGION_H's rows.
- * Owners    columns of x. */
+/* What      x[T,C] += a Wout^T, or x += h Wdown^T, where h is the first half of REGION_H's rows. Where a
+ *           norm follows, the product goes to REGION_QKV, and x += its RMSNorm.
+ * Owners    columns of x; with a norm columns of the product, then rows of x.
+ * Barrier   with a norm: the product is written | its rows are normalised. */
 static void project(struct member me, void *job) {
     const struct step *s = job;
     const struct engine *e = s->e;
     const struct config *c = e->config;
-    const size_t C = (size_t)c->width;
+    const struct layer_weights *w = &e->layer[s->layer];
+    const size_t C = (size_t)c->width, T = (size_t)s->rows.count;
     const bool out = s->which == ATTENTION_OUT;
     const int K = out ? c->heads * c->head_dim : c->ffn, stride = out ? K : 2 * K;
-    const float *from = engine_region(e, out ? REGION_A : REGION_H);
-    const void *W = out ? e->layer[s->layer].out : e->layer[s->layer].down;
-    const struct input in = product_input(e, from, stride, s->rows.count, K, NULL);
+    const float *norm = out ? w->after_attention : w->after_ffn;
+    const struct input in = product_input(e, engine_region(e, out ? REGION_A : REGION_H), stride,
+                                          s->rows.count, K, NULL);
+    float *x = engine_region(e, REGION_X), *product = engine_region(e, REGION_QKV);
     const float *prepared = matmul_prepare(&in, me);
-    matmul(&in, prepared, W, share(me, C, 8), engine_region(e, REGION_X), C, true, me);
+    matmul(&in, prepared, out ? w->out : w->down, share(me, C, 8), norm ? product : x, C, !norm,
+           me);
+    if (!norm) return;
+    team_barrier(me);
+    const struct span own = share(me, T, 1);
+    for (size_t t = own.first; t < own.last; t++) {
+        normalise(product + t * C, norm, C, c->norm_eps);
+        for (size_t i = 0; i < C; i++) x[t * C + i] += product[t * C + i];
+    }
 }
 
 /* ---- gate and up ---- */
 
-/* gate = silu(gate) up for some columns of all rows; gate and up are F floats apart. */
-static void activate(float *gate, size_t T, size_t F, struct span own) {
+/* x / (1 + e^-x), and GELU (arXiv 1606.08415) by the tanh that it is nearly: 0.5 x (1 + tanh u) = x /
+ * (1 + e^-2u). */
+static v8f silu8(v8f x) {
+    return x / (1.0f + exp8(-x));
+}
+static v8f gelu8(v8f x) {
+    const v8f u = 0.7978845608f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp8(-2.0f * u));
+}
+
+/* gate = activation(gate) up for some columns of all rows; gate and up are F floats apart. */
+static void activate(enum activation kind, float *gate, size_t T, size_t F, struct span own) {
     for (size_t t = 0; t < T; t++, gate += 2 * F)
         for (size_t f = own.first; f < own.last; f += 8) {
-            const v8f g = load8(gate + f);
-            store8(gate + f, g / (1.0f + exp8(-g)) * load8(gate + F + f));
+            const v8f g = load8(gate + f), up = load8(gate + F + f);
+            store8(gate + f, (kind == SILU ? silu8(g) : gelu8(g)) * up);
         }
 }
 
-/* What      h[T,F] = silu(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up F].
+/* What      h[T,F] = activation(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up F].
  * Owners    a member owns the same columns of gate and of up, and then of h: no barrier. Prefill
  *           does a few columns at a time, so that the activation finds them in the cache. */
 static void gate_up(struct member me, void *job) {
@@ -304,13 +327,14 @@ static void gate_up(struct member me, void *job) {
         const struct span some = {f, own.last - f < step ? own.last : f + step};
         matmul(&in, x, gate, some, h, 2 * F, false, me);
         matmul(&in, x, up, some, h + F, 2 * F, false, me);
-        activate(h, T, F, some);
+        activate(c->activation, h, T, F, some);
     }
 }
 
 /* ---- classify ---- */
 
-/* What      logits[classified, V] = RMSNorm(x of the last rows) W^T, for the ids that are in use.
+/* What      logits[classified, V] = RMSNorm(x of the last rows) W^T, for the ids that are in use; with a
+ *           cap c they become c tanh(logit / c).
  * Owners    columns of the logits. */
 static void classify(struct member me, void *job) {
     const struct step *s = job;
@@ -321,8 +345,13 @@ static void classify(struct member me, void *job) {
     const struct input in =
         product_input(e, x, c->width, s->rows.classified, c->width, e->norm_final);
     const float *prepared = matmul_prepare(&in, me);
-    matmul(&in, prepared, e->classifier, share(me, (size_t)c->vocab_used, 8),
-           engine_region(e, REGION_LOGITS), (size_t)c->vocab, false, me);
+    const struct span own = share(me, (size_t)c->vocab_used, 8);
+    float *logits = engine_region(e, REGION_LOGITS);
+    matmul(&in, prepared, e->classifier, own, logits, (size_t)c->vocab, false, me);
+    if (c->final_cap == 0) return;
+    for (int t = 0; t < s->rows.classified; t++, logits += c->vocab)
+        for (size_t i = own.first; i < own.last; i++)
+            logits[i] = c->final_cap * tanhf(logits[i] / c->final_cap);
 }
 
 /* ---- the table ---- */

@@ -31,6 +31,7 @@ enum { MAX_D = 512, MAX_QUERIES = CPU_QUERIES };
 /* Queries of one slot at ascending positions, the cache that they read, and what they have found. */
 struct tile {
     const float *keys, *values;
+    float cap;
     size_t count, row[MAX_QUERIES], head[MAX_QUERIES];
     size_t start[MAX_QUERIES];    /* positions that a query sees: from here, ascending */
     size_t length[MAX_QUERIES];   /* to here: ascending */
@@ -114,7 +115,11 @@ static void attend_span(struct tile *tile, size_t from, size_t to, size_t D, boo
             block_product(tile->q, D, keys, CPU_PANEL, score[0] + k, CPU_KEYS, tile->count,
                           CPU_PANEL, D, false);
         }
-        for (size_t j = 0; j < tile->count; j++) soften(tile, j, score[j], first, whole, D);
+        for (size_t j = 0; j < tile->count; j++) {
+            for (size_t k = 0; tile->cap > 0 && k < whole; k++)
+                score[j][k] = tile->cap * tanhf(score[j][k] / tile->cap);
+            soften(tile, j, score[j], first, whole, D);
+        }
         add_values(tile, score, first, first + n, D);
     }
 }
@@ -132,6 +137,7 @@ static void open_tile(const struct attention *a, struct tile *tile, size_t group
     const size_t cache = (size_t)a->slots[first / per_group] * a->G + group;
     tile->keys = a->keys + cache * padded * D;
     tile->values = a->values + cache * a->S * D;
+    tile->cap = a->cap;
     tile->count = count;
     for (size_t j = 0; j < count; j++) {
         tile->row[j] = (first + j) / per_group;

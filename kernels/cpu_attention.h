@@ -17,6 +17,7 @@ struct attention {
     size_t T, H, G, D, S;
     size_t window; /* positions that a row sees, its own included; 0: all */
     float scale;
+    float cap; /* c: scores s become c tanh(s / c); 0: none */
 };
 
 /* All members of a team call it. out[t, h] = softmax(q[t, h] K^T scale) V over the

@@ -44,6 +44,9 @@ static const char *lacking(const struct config *c) {
     if (c->qk_norm != QK_NORM_NONE) return "norms of q and k";
     if (c->rotary_dims != c->head_dim) return "RoPE on a part of a head";
     if (c->rope_tables != 1) return "choice of RoPE tables";
+    if (c->norm_placement != NORM_BEFORE) return "norms after the block's halves";
+    if (c->activation != SILU) return "GELU";
+    if (c->attention_cap != 0 || c->final_cap != 0) return "caps on scores and logits";
     for (int l = 0; l < c->layers; l++) {
         if (c->layer[l].window) return "sliding windows";
         if (c->layer[l].rope_table == NO_ID) return "layers without RoPE";

@@ -60,14 +60,15 @@ struct ops {
     /* q, and K and V appended to the cache: RMSNorm, projection, bias, RMSNorm of each head of q and k,
      * RoPE. */
     void (*qkv)(struct engine *e, int layer, struct rows rows);
-    /* a[T,H D] = softmax(q K^T scale) V: causal over the row's slot, grouped heads. Online softmax
-     * (arXiv 1805.02867). */
+    /* a[T,H D] = softmax(q K^T scale) V: causal over the row's slot, as far back as the layer's window
+     * goes, grouped heads; scores s become c tanh(s / c) where there is a cap c. Online softmax (arXiv
+     * 1805.02867). */
     void (*attend)(struct engine *e, int layer, struct rows rows);
-    /* x[T,C] += a Wout^T, or x += h Wdown^T. */
+    /* x[T,C] += a Wout^T, or x += h Wdown^T; where a norm follows it, x += RMSNorm of that. */
     void (*project)(struct engine *e, int layer, enum projection which, struct rows rows);
-    /* h[T,F] = silu(gate) * up: RMSNorm, both projections, activation. */
+    /* h[T,F] = activation(gate) * up: RMSNorm, both projections, SiLU or GELU. */
     void (*gate_up)(struct engine *e, int layer, struct rows rows);
-    /* logits[classified,V] of the last rows: RMSNorm, classifier. */
+    /* logits[classified,V] of the last rows: RMSNorm, classifier, and a cap where there is one. */
     void (*classify)(struct engine *e, struct rows rows);
 
     /* ---- results ---- */
@@ -85,15 +86,17 @@ struct ops {
 
 /* Where the weights of a layer lie; m: f32 or bf16 as engine.config->weight_dtype says. */
 struct layer_weights {
-    const float *norm_attention; /* [C] */
-    const void *qkv;             /* m [(H + 2G) D, C] */
-    const float *qkv_bias;       /* [(H + 2G) D]; NULL: none */
-    const float *norm_q;         /* [D]; NULL: none */
-    const float *norm_k;         /* [D]; NULL: none */
-    const void *out;             /* m [C, H D] */
-    const float *norm_ffn;       /* [C] */
-    const void *gate_up;         /* m [2F, C] */
-    const void *down;            /* m [C, F] */
+    const float *norm_attention;  /* [C] */
+    const void *qkv;              /* m [(H + 2G) D, C] */
+    const float *qkv_bias;        /* [(H + 2G) D]; NULL: none */
+    const float *norm_q;          /* [D]; NULL: none */
+    const float *norm_k;          /* [D]; NULL: none */
+    const void *out;              /* m [C, H D] */
+    const float *after_attention; /* [C]: a norm of what out gives; NULL: none */
+    const float *norm_ffn;        /* [C] */
+    const void *gate_up;          /* m [2F, C] */
+    const void *down;             /* m [C, F] */
+    const float *after_ffn;       /* [C]: of what down gives; NULL: none */
 };
 
 struct engine {

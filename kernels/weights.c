@@ -19,6 +19,10 @@ static bool set_in_layer(struct layer_weights *w, const char *part, const void *
         w->norm_k = at;
     else if (!strcmp(part, "out"))
         w->out = at;
+    else if (!strcmp(part, "norm_after_attention"))
+        w->after_attention = at;
+    else if (!strcmp(part, "norm_after_ffn"))
+        w->after_ffn = at;
     else if (!strcmp(part, "norm_ffn"))
         w->norm_ffn = at;
     else if (!strcmp(part, "gate_up"))

@@ -223,15 +223,12 @@ int config_supported(const struct config *c, struct error *error) {
         int used;
     } flags[] = {
         {"LayerNorm", c->norm != RMS_NORM},
-        {"norms after the block's halves (norm_placement)", c->norm_placement != NORM_BEFORE},
+        {"norms after the block's halves alone (norm_placement)", c->norm_placement == NORM_AFTER},
         {"a bias after attention (out_bias)", c->out_bias},
         {"a bias in the feed-forward part (ffn_bias)", c->ffn_bias},
         {"norms of all of q and of k (qk_norm)", c->qk_norm == QK_NORM_FULL},
         {"a feed-forward part without gate (gated)", !c->gated},
-        {"GELU (activation)", c->activation != SILU},
         {"learned positions", c->learned_positions},
-        {"a cap on attention scores (attention_cap)", c->attention_cap != 0},
-        {"a cap on logits (final_cap)", c->final_cap != 0},
         {"experts", c->experts != 0},
     };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
@@ -276,6 +273,7 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
                    head_dim = (uint64_t)c->head_dim;
     const uint64_t heads = (uint64_t)c->heads, all_heads = heads + 2 * (uint64_t)c->kv_heads;
     const uint64_t norm = c->qk_norm == QK_NORM_HEAD ? head_dim : 0;
+    const uint64_t after = c->norm_placement == NORM_BEFORE_AND_AFTER ? width : 0;
     const struct {
         const char *name;
         enum dtype dtype;
@@ -287,9 +285,11 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
         {"norm_q", F32, 0, norm},
         {"norm_k", F32, 0, norm},
         {"out", c->weight_dtype, width, heads * head_dim},
+        {"norm_after_attention", F32, 0, after},
         {"norm_ffn", F32, 0, width},
         {"gate_up", c->weight_dtype, 2 * ffn, width},
         {"down", c->weight_dtype, width, ffn},
+        {"norm_after_ffn", F32, 0, after},
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         char name[64];
@@ -319,5 +319,6 @@ uint64_t config_parameters(const struct config *c) {
                      3 * (uint64_t)c->ffn * width;
     if (c->qkv_bias) layer += (heads + 2 * kv_heads) * (uint64_t)c->head_dim;
     if (c->qk_norm == QK_NORM_HEAD) layer += 2 * (uint64_t)c->head_dim;
+    if (c->norm_placement == NORM_BEFORE_AND_AFTER) layer += 2 * width;
     return (uint64_t)c->layers * layer + vocab * width * (c->tied ? 1 : 2) + width;
 }

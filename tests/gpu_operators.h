@@ -295,7 +295,7 @@ static inline struct both *reference_gate_up(const struct step *s, int layer,
     struct both *h = both_new(s->T * s->F);
     struct both *gate_up = normed_product(x, w->norm_ffn, e->config->norm_eps, w->gate_up, s->dtype,
                                           s->T, s->C, (struct columns){2 * s->F, s->F, s->every});
-    reference_swiglu(h, gate_up, s->T, s->F);
+    reference_activate(SILU, h, gate_up, s->T, s->F);
     round_plain(h, s->T * s->F, s->dtype);
     free(gate_up);
     return h;

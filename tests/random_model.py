@@ -35,7 +35,7 @@ def random_model(shape: str, context: int) -> Model:
         context=context,
         norm_eps=1e-5,
         rope=f"theta {theta}",
-        frequencies=frequencies(head_dim, theta),
+        frequencies=frequencies(head_dim, theta)[None],
     )
     parts = {
         name: Part(name, sizes, lambda start, stop: np.zeros(0, np.float32))

@@ -54,6 +54,7 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     ]
     bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
     norms = [(name, 0, (c["head_dim"],)) for name in ("norm_q", "norm_k") if c["qk_norm"]]
+    after = ("norm_after_attention", "norm_after_ffn") if c["norm_placement"] else ()
     for layer in range(c["layers"]):
         at = f"layers.{layer}."
         tensors += [
@@ -61,9 +62,11 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
             (at + "qkv", dtype, (query + 2 * key, width)),
             *((at + name, *rest) for name, *rest in bias + norms),
             (at + "out", dtype, (width, query)),
+            *((at + name, 0, (width,)) for name in after[:1]),
             (at + "norm_ffn", 0, (width,)),
             (at + "gate_up", dtype, (2 * ffn, width)),
             (at + "down", dtype, (width, ffn)),
+            *((at + name, 0, (width,)) for name in after[1:]),
         ]
     tensors.append(("norm_final", 0, (width,)))
     return tensors if c["tied"] else [*tensors, ("classifier", dtype, (c["vocab"], width))]
@@ -84,7 +87,8 @@ def read(path: Path) -> ModelFile:
     config = read_config(data[64:512])
     at = 512 + 16 * config["layers"]
     entries = list(struct.iter_unpack("<2I8x", data[512:at]))
-    assert all(table in (0, NO_ID) and window <= 1 << 22 for window, table in entries)
+    tables = (*range(config["rope_tables"]), NO_ID)
+    assert all(table in tables and window <= 1 << 22 for window, table in entries)
     assert not any(any(data[place + 8 : place + 16]) for place in range(512, at, 16))
     tokenizer = data[at : at + tokenizer_bytes]
     table = at + (tokenizer_bytes + 7) // 8 * 8
@@ -130,8 +134,6 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
     count = len(ids)
     weights = {name: tensor.astype(np.float64) for name, tensor in model.tensors.items()}
-    angle = np.arange(count)[:, None, None] * weights["rope"][0]
-    cos, sin = np.cos(angle), np.sin(angle)
     half = c["rotary_dims"] // 2
     position = np.arange(count)
     age = position[:, None] - position
@@ -144,36 +146,53 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         rows, factor = norm(x, name)
         return product(rows, weights[matrix]) * factor
 
-    def rotate(x):
+    def rotate(x, table):
+        if table == NO_ID:
+            return x
+        angle = position[:, None, None] * weights["rope"][table]
+        cos, sin = np.cos(angle), np.sin(angle)
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
-    def head_norm(x, name):
-        if not c["qk_norm"]:
+    def norm_if(used, x, name):
+        if not used:
             return x
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
 
-    x = weights["embed"][ids]
+    def cap(x, limit):
+        return limit * np.tanh(x / limit) if limit else x
+
+    def activate(x):
+        if c["activation"]:
+            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return x / (1 + np.exp(-x))
+
+    x = weights["embed"][ids] * c["embed_scale"]
     for layer, (window, table) in enumerate(model.layers):
         at = f"layers.{layer}."
-        turned = rotate if table == 0 else np.asarray
         unseen = np.where((age < 0) | (age >= (window or count)), -np.inf, 0)
         qkv = normed_product(x, at + "norm_attention", at + "qkv")
         if c["qkv_bias"]:
             qkv = qkv + weights[at + "qkv_bias"]
         qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q = stored(turned(head_norm(qkv[:, :heads], at + "norm_q")))
-        k = stored(turned(head_norm(qkv[:, heads : heads + kv_heads], at + "norm_k")))
+        q = stored(rotate(norm_if(c["qk_norm"], qkv[:, :heads], at + "norm_q"), table))
+        k = norm_if(c["qk_norm"], qkv[:, heads : heads + kv_heads], at + "norm_k")
+        k = stored(rotate(k, table))
         v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
-        scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"] + unseen
+        scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"]
+        scores = cap(scores, c["attention_cap"]) + unseen
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
-        x = x + product(stored(mixed), weights[at + "out"])
+        after = c["norm_placement"]
+        out = product(stored(mixed), weights[at + "out"])
+        x = x + norm_if(after, out, at + "norm_after_attention")
         gate, up = np.split(normed_product(x, at + "norm_ffn", at + "gate_up"), 2, axis=-1)
-        x = x + product(stored(gate / (1 + np.exp(-gate)) * up), weights[at + "down"])
-    return normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
+        out = product(stored(activate(gate) * up), weights[at + "down"])
+        x = x + norm_if(after, out, at + "norm_after_ffn")
+    logits = normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
+    return cap(logits, c["final_cap"])
 
 
 def read_section(data: bytes) -> dict:

@@ -73,15 +73,44 @@ static inline void reference_product(struct both *y, const struct both *x, const
     free(row);
 }
 
-/* h[T, F] = silu(gate) up of gate_up[T, gate F | up F]. */
-static inline void reference_swiglu(struct both *h, const struct both *gate_up, size_t T,
-                                    size_t F) {
+/* x[T, N] += in[T, K] W[N, K]^T, or with a norm RMSNorm of that. */
+static inline void reference_project(struct both *x, const struct both *in, const void *W,
+                                     enum dtype dtype, size_t T, size_t N, size_t K,
+                                     const float *norm, float eps) {
+    struct both *y = both_new(T * N);
+    reference_product(y, in, W, dtype, T, N, K);
+    if (norm) reference_norm(y, y, norm, eps, T, N);
+    for (size_t i = 0; i < T * N; i++) {
+        x[i].exact += y[i].exact;
+        x[i].plain += y[i].plain;
+    }
+    free(y);
+}
+
+/* GELU as the tanh has it. */
+static inline struct both reference_gelu(struct both x) {
+    const double factor = 0.79788456080286535588; /* sqrt(2 / pi) */
+    const double u = factor * (x.exact + 0.044715 * x.exact * x.exact * x.exact);
+    const float v = (float)factor * (x.plain + 0.044715f * x.plain * x.plain * x.plain);
+    return (struct both){0.5 * x.exact * (1 + tanh(u)), 0.5f * x.plain * (1 + tanhf(v))};
+}
+
+/* h[T, F] = activation(gate) up of gate_up[T, gate F | up F]. */
+static inline void reference_activate(enum activation kind, struct both *h,
+                                      const struct both *gate_up, size_t T, size_t F) {
     for (size_t t = 0; t < T; t++)
         for (size_t f = 0; f < F; f++) {
             struct both g = gate_up[t * 2 * F + f], u = gate_up[t * 2 * F + F + f];
-            h[t * F + f] = (struct both){g.exact / (1 + exp(-g.exact)) * u.exact,
-                                         g.plain / (1 + expf(-g.plain)) * u.plain};
+            struct both a = {g.exact / (1 + exp(-g.exact)), g.plain / (1 + expf(-g.plain))};
+            if (kind == GELU_TANH) a = reference_gelu(g);
+            h[t * F + f] = (struct both){a.exact * u.exact, a.plain * u.plain};
         }
+}
+
+/* c tanh(x / c); c = 0: x. */
+static inline struct both reference_cap(struct both x, float c) {
+    if (c == 0) return x;
+    return (struct both){(double)c * tanh(x.exact / (double)c), c * tanhf(x.plain / c)};
 }
 
 /* RoPE of one head: the angle is rounded to f32 as it is in the model. */
@@ -99,9 +128,10 @@ static inline void reference_rope(struct both *x, const float *frequency, int po
     }
 }
 
-/* out[D] = softmax(scale q . k) v over `count` positions. */
+/* out[D] = softmax(scale q . k, with a cap) v over `count` positions. */
 static inline void reference_attend(struct both *out, const struct both *q, const struct both *k,
-                                    const struct both *v, size_t count, size_t D, float scale) {
+                                    const struct both *v, size_t count, size_t D, float scale,
+                                    float cap) {
     struct both *score = both_new(count), top = {-INFINITY, -INFINITY}, sum = {0, 0};
     for (size_t s = 0; s < count; s++) {
         for (size_t d = 0; d < D; d++) {
@@ -110,6 +140,7 @@ static inline void reference_attend(struct both *out, const struct both *q, cons
         }
         score[s].exact *= (double)scale;
         score[s].plain *= scale;
+        score[s] = reference_cap(score[s], cap);
         top.exact = fmax(top.exact, score[s].exact);
         top.plain = fmaxf(top.plain, score[s].plain);
     }

@@ -52,13 +52,15 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
         for (size_t t = 0; t < T; t++)
             reference_attend(a + (t * s->H + i) * D, qkv + (t * heads + i) * D,
                              k + first_seen(s, layer, t) * D, v + first_seen(s, layer, t) * D,
-                             t + 1 - first_seen(s, layer, t), D, e->config->attention_scale);
+                             t + 1 - first_seen(s, layer, t), D, e->config->attention_scale,
+                             e->config->attention_cap);
     }
-    reference_product(x, a, w->out, dtype, T, s->C, s->H * D);
+    reference_project(x, a, w->out, dtype, T, s->C, s->H * D, w->after_attention,
+                      e->config->norm_eps);
     reference_norm(normed, x, w->norm_ffn, e->config->norm_eps, T, s->C);
     reference_product(gate_up, normed, w->gate_up, dtype, T, 2 * s->F, s->C);
-    reference_swiglu(h, gate_up, T, s->F);
-    reference_product(x, h, w->down, dtype, T, s->C, s->F);
+    reference_activate(e->config->activation, h, gate_up, T, s->F);
+    reference_project(x, h, w->down, dtype, T, s->C, s->F, w->after_ffn, e->config->norm_eps);
     free(normed);
     free(qkv);
     free(a);
@@ -92,6 +94,9 @@ static void check_chunks(struct shape shape, enum dtype dtype, int n, const int 
                          int count) {
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
     r.config.qkv_bias = dtype == F32;
+    r.config.norm_placement = dtype == BF16 ? NORM_BEFORE_AND_AFTER : NORM_BEFORE;
+    r.config.activation = dtype == BF16 ? GELU_TANH : SILU;
+    r.config.attention_cap = dtype == BF16 ? 3 : 0;
     r.config.qk_norm = dtype == BF16 ? QK_NORM_HEAD : QK_NORM_NONE;
     for (int l = 0; l < shape.L; l++) r.config.layer[l].window = l % 2 ? 9 : 530;
     r.config.layer[shape.L - 1].rope_table = shape.L > 1 ? NO_ID : 0;

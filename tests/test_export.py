@@ -106,19 +106,47 @@ def test_other_families(tmp_path, family):
     config, golden = tiny.FAMILIES[family], np.load(GOLDEN / f"tiny_{family}.npz")
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
-    assert (file.config["qkv_bias"], file.config["qk_norm"]) == (
-        "qwen2" in family,
-        family == "qwen3",
-    )
+    said = {
+        key: file.config[key] for key in ("qkv_bias", "qk_norm", "norm_placement", "activation")
+    }
+    assert said == {
+        "qkv_bias": "qwen2" in family,
+        "qk_norm": family in ("qwen3", "gemma3"),
+        "norm_placement": family in ("gemma2", "gemma3"),
+        "activation": "gemma" in family,
+    }
     assert file.config["rotary_dims"] == {"phi3": 12, "qwen2": 8, "qwen2_window": 8}.get(family, 16)
     assert file.layers == {
         "qwen2_window": [(0, 0), (45, 0), (45, 0)],
         "mistral": [(37, 0)] * 3,
         "phi3": [(129, 0)] * 3,
         "smollm3": [(0, 0), (0, reader.NO_ID), (0, 0)],
+        "gemma2": [(53, 0), (0, 0), (53, 0)],
+        "gemma3": [(53, 1), (0, 0), (53, 1)],
     }.get(family, [(0, 0)] * 3)
     difference = np.abs(reader.forward(file, golden["ids"])[:, ::5] - golden["logits"]).max()
     assert difference <= 1.1 * golden["error"]
+
+
+def test_gemma_as_older_configs_say_it(tmp_path):
+    """gelu or nothing for its GELU; rope_theta, rope_local_base_freq and rope_scaling; the
+    embedding's factor rounded to the dtype of the weights."""
+    new = tiny.FAMILIES["gemma3"]
+    tensors = tiny.tensors(new)
+    writers.hf_folder(tmp_path / "new", new, tensors)
+    file = export(tmp_path / "new", tmp_path / "new.bin")
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": 900.0, "rope_local_base_freq": 100.0, "hidden_activation": None}
+    old |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "torch_dtype": "bfloat16"}
+    writers.hf_folder(tmp_path / "old", old, tensors)
+    other = export(tmp_path / "old", tmp_path / "old.bin")
+    same_tensors(other, file)
+    assert differs(other, file) == {"name"} and other.layers == file.layers
+    for dtype, scale in (("float32", 10.198039), ("bfloat16", 10.1875), ("float16", 10.1953125)):
+        config, tensors = small(**(tiny.FAMILIES["gemma"] | {"hidden_size": 104, "dtype": dtype}))
+        writers.hf_folder(tmp_path / "t", config, tensors)
+        file = export(tmp_path / "t", tmp_path / "t.bin")
+        assert abs(file.config["embed_scale"] - scale) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -152,6 +180,9 @@ def test_layers_of_other_kinds(tmp_path):
     none = reader.NO_ID
     assert layers("smollm3", no_rope_layers=None) == [(0, 0)] * 3  # the fourth has none
     assert layers("smollm3", no_rope_layers=None, no_rope_layer_interval=3)[2] == (0, none)
+    assert layers("gemma3", layer_types=None) == [(53, 1)] * 3  # the sixth has none
+    every = layers("gemma3", layer_types=None, sliding_window_pattern=2, sliding_window=512)
+    assert every == [(0, 1), (0, 0), (0, 1)]
     windows = layers("smollm3", use_sliding_window=True, sliding_window=9)
     assert windows == [(0, 0), (9, none), (0, 0)]
 
@@ -266,7 +297,7 @@ def test_no_ids(tmp_path, tiny_tensors, none):
 
 def small(**changes) -> tuple[dict, dict]:
     """Config and tensors of one layer that fit together, for changes of shape."""
-    config = tiny.CONFIG | {"num_hidden_layers": 1, "vocab_size": 40} | changes
+    config = tiny.CONFIG | changes | {"num_hidden_layers": 1, "vocab_size": 40}
     width, ffn, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

@@ -94,7 +94,7 @@ def test_configs(tmp_path, out, capsys, tensors, changes, pattern):
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, "x", [], {}, [[]], 1 << 70])
-@pytest.mark.parametrize("family", ["llama", "qwen2_window", "phi3", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_window", "phi3", "smollm3", "gemma3"])
 def test_config_values_of_any_kind(tmp_path, capsys, family, value):
     """Whatever a key holds: a file or one line."""
     config = tiny.FAMILIES[family]
@@ -308,6 +308,13 @@ def test_gguf_of_another_architecture(tmp_path, out, capsys):
             None,
             "no_rope_layer_interval: expected a whole number",
         ),
+        ("gemma", {"hidden_act": "silu"}, None, None, "hidden_act: expected gelu_pytorch_tanh"),
+        ("gemma2", {"attn_logit_softcapping": "x"}, None, None, "attn_logit_softcapping: expected"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, None, None, "cap on logits -1.0 is not in"),
+        ("gemma2", {}, "post_feedforward_layernorm.weight", None, "post_feedforward.* is missing"),
+        ("gemma", {}, None, "pre_feedforward_layernorm.weight", "does not have: .*pre_feed"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, None, None, "query_pre_attn_scalar: expected"),
+        ("gemma3", {"rope_parameters": {"full_attention": 3}}, None, None, "one set of RoPE par"),
         ("mistral", {"sliding_window": "9"}, None, None, "sliding_window: expected a whole number"),
         (
             "mistral",

@@ -149,7 +149,7 @@ static void check_attend(struct step *s, int layer) {
             }
             for (size_t h = g * per_group; h < (g + 1) * per_group; h++)
                 reference_attend(a + (t * s->H + h) * s->D, q + t * s->qkv + h * s->D, k, v, count,
-                                 s->D, e->config->attention_scale);
+                                 s->D, e->config->attention_scale, e->config->attention_cap);
             free(k);
             free(v);
         }
@@ -171,8 +171,11 @@ static void check_project(struct step *s, int layer, enum projection which) {
     }
     begin(s);
     e->ops->project(e, layer, which, s->rows);
-    reference_product(x, in, out ? e->layer[layer].out : e->layer[layer].down,
-                      e->config->weight_dtype, s->T, s->C, K);
+    const struct layer_weights *w = &e->layer[layer];
+    const float *norm = out ? w->after_attention : w->after_ffn;
+    reference_project(x, in, out ? w->out : w->down, e->config->weight_dtype, s->T, s->C, K, norm,
+                      e->config->norm_eps);
+    if (norm) allow(s, region(s, REGION_QKV), s->T * s->C);
     compare(s, out ? "x + a Wout" : "x + h Wdown", region(s, REGION_X), s->C, x, s->T, s->C);
     allow(s, region(s, REGION_X), s->T * s->C);
     end(s, "project");
@@ -190,7 +193,7 @@ static void check_gate_up(struct step *s, int layer) {
     e->ops->gate_up(e, layer, s->rows);
     reference_norm(x, x, w->norm_ffn, e->config->norm_eps, s->T, s->C);
     reference_product(both, x, w->gate_up, e->config->weight_dtype, s->T, 2 * s->F, s->C);
-    reference_swiglu(h, both, s->T, s->F);
+    reference_activate(e->config->activation, h, both, s->T, s->F);
     compare(s, "h", region(s, REGION_H), 2 * s->F, h, s->T, s->F);
     allow(s, region(s, REGION_H), s->T * 2 * s->F);
     end(s, "gate_up");
@@ -211,6 +214,8 @@ static void check_classify(struct step *s) {
     e->ops->classify(e, s->rows);
     reference_norm(x, x, e->norm_final, e->config->norm_eps, n, s->C);
     reference_product(logits, x, e->classifier, e->config->weight_dtype, n, used, s->C);
+    for (size_t i = 0; i < n * used; i++)
+        logits[i] = reference_cap(logits[i], e->config->final_cap);
     compare(s, "logits", region(s, REGION_LOGITS), s->V, logits, n, used);
     for (size_t t = 0; t < n; t++) {
         e->ops->read_logits(e, (int)t, row, &(struct error){0});
@@ -248,6 +253,10 @@ static void vary(struct config *c, int T, int position) {
     c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : QK_NORM_NONE;
     c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
     c->rope_tables = 1 + T % 2;
+    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : NORM_BEFORE;
+    c->activation = T % 7 > 3 ? GELU_TANH : SILU;
+    c->attention_cap = T % 6 == 2 ? 2.5f : 0;
+    c->final_cap = T % 6 == 3 ? 1.5f : 0;
     for (int l = 0; l < c->layers; l++) {
         const int table = (T + l) % 3;
         c->layer[l].window = windows[(T + position + l) % 9];

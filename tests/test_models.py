@@ -43,6 +43,9 @@ LACKING = {
     "mistral": "sliding windows",
     "phi3": "RoPE on a part of a head",
     "smollm3": "layers without RoPE",
+    "gemma": "GELU",
+    "gemma2": "norms after the block's halves",
+    "gemma3": "norms of q and k",
 }
 
 
@@ -65,7 +68,13 @@ def test_info_says_what_is_special(tmp_path, family):
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     said = answer(export(tmp_path / "tiny", tmp_path / "tiny.bin"), "--info").decode()
     assert (", with biases" in said) == ("qwen2" in family)
-    assert ("queries and keys with norms" in said) == (family == "qwen3")
+    assert ("queries and keys with norms" in said) == (family in ("qwen3", "gemma3"))
+    assert ("gated, GELU" in said) == ("gemma" in family)
+    assert ("norm                 RMS, also after the block's halves" in said) == (
+        family in ("gemma2", "gemma3")
+    )
+    assert ("cap on logits        6\n" in said) == (family == "gemma2")
+    assert ("embedding factor     8\n" in said) == ("gemma" in family)
     assert ("window               37 positions in 3 of 3 layers" in said) == (family == "mistral")
     assert ("window               45 positions in 2 of 3 layers" in said) == ("_window" in family)
     assert ("RoPE                 12 dimensions of a head\n" in said) == (family == "phi3")

@@ -19,15 +19,18 @@ def head_dim(config):
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def inverse_frequencies(config):
-    """[rotary dimensions / 2], with llama3 scaling where the config asks for it."""
+def inverse_frequencies(config, layer):
+    """[rotary dimensions / 2], with the scaling that the config asks for."""
     rope = config["rope_parameters"]
+    rope = rope.get(config["layer_types"][layer], rope) if "full_attention" in rope else rope
     dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1))
     freq = rope["rope_theta"] ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope["rope_type"] == "default":
         return freq
+    if rope["rope_type"] == "linear":
+        return freq / rope["factor"]
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope_type {rope['rope_type']}, expected default or llama3")
+        raise ValueError(f"rope_type {rope['rope_type']}, expected default, linear or llama3")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0, 1)
@@ -53,7 +56,11 @@ def rotate(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def attention(q, k, v, seen):
+def cap(x, limit):
+    return limit * np.tanh(x / limit) if limit else x
+
+
+def attention(q, k, v, seen, scale, limit):
     """Causal attention of q [T, H, D] over k, v [T, K, D], of the last `seen` positions; returns
     [T, H * D]."""
     positions, heads, dim = q.shape
@@ -62,7 +69,7 @@ def attention(q, k, v, seen):
     hidden |= np.tril(np.ones((positions, positions), bool), -(seen or positions))
     out = np.empty_like(q)
     for h in range(heads):
-        scores = q[:, h] @ k[:, h // group].T / math.sqrt(dim)
+        scores = cap(q[:, h] @ k[:, h // group].T * scale, limit)
         scores[hidden] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h // group]
@@ -80,37 +87,52 @@ def logits(config, weights, ids, dtype=np.float64):
         out = h @ w(name + ".weight").T + (w(bias) if bias in weights else 0)
         return out.reshape(len(ids), -1, dim)
 
-    def head_norm(x, name):
-        return rms_norm(x, w(name), eps) if name in weights else x
+    gemma = "gemma" in config.get("model_type", "")
+
+    def norm(x, name):
+        return rms_norm(x, w(name) + gemma, eps) if name in weights else x
 
     eps = config["rms_norm_eps"]
     dim = head_dim(config)
-    angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config)
-    cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+    scale = (config.get("query_pre_attn_scalar") or dim) ** -0.5
+    four_norms = any("pre_feedforward_layernorm" in name for name in weights)
     turns = config.get("no_rope_layers") or [1] * config["num_hidden_layers"]
     x = w("model.embed_tokens.weight")[ids]
+    if gemma:
+        x = x * dtype(np.float32(math.sqrt(config["hidden_size"])))
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        h = rms_norm(x, w(at + "input_layernorm.weight"), eps)
+        angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config, layer)
+        cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+        h = norm(x, at + "input_layernorm.weight")
         if at + "self_attn.qkv_proj.weight" in weights:
             qkv = project(h, at + "self_attn.qkv_proj")
             heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
             q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
         else:
             q, k, v = (project(h, f"{at}self_attn.{name}_proj") for name in "qkv")
-        q = head_norm(q, at + "self_attn.q_norm.weight")
-        k = head_norm(k, at + "self_attn.k_norm.weight")
+        q = norm(q, at + "self_attn.q_norm.weight")
+        k = norm(k, at + "self_attn.k_norm.weight")
         if turns[layer]:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        h = attention(q, k, v, window(config, layer))
-        x = x + h @ w(at + "self_attn.o_proj.weight").T
-        h = rms_norm(x, w(at + "post_attention_layernorm.weight"), eps)
+        h = attention(q, k, v, window(config, layer), scale, config.get("attn_logit_softcapping"))
+        h = h @ w(at + "self_attn.o_proj.weight").T
+        if four_norms:
+            x = x + norm(h, at + "post_attention_layernorm.weight")
+            h = norm(x, at + "pre_feedforward_layernorm.weight")
+        else:
+            x = x + h
+            h = norm(x, at + "post_attention_layernorm.weight")
         if at + "mlp.gate_up_proj.weight" in weights:
             gate, up = np.split(h @ w(at + "mlp.gate_up_proj.weight").T, 2, axis=1)
         else:
             gate, up = (h @ w(f"{at}mlp.{name}_proj.weight").T for name in ("gate", "up"))
-        h = gate / (1 + np.exp(-gate)) * up
-        x = x + h @ w(at + "mlp.down_proj.weight").T
+        if gemma:
+            gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        else:
+            gate = gate / (1 + np.exp(-gate))
+        h = gate * up @ w(at + "mlp.down_proj.weight").T
+        x = x + (norm(h, at + "post_feedforward_layernorm.weight") if four_norms else h)
     tied = config["tie_word_embeddings"]
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return rms_norm(x, w("model.norm.weight"), eps) @ w(head).T
+    return cap(norm(x, "model.norm.weight") @ w(head).T, config.get("final_logit_softcapping"))

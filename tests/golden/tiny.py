@@ -5,7 +5,8 @@ The Llama's shape is awkward on purpose: heads * head_dim (128) is not the hidde
 query heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling
 keeps 2 of the 8 frequencies, blends 2 and divides 4. The Qwen 2 has heads of 8, as its config says
 nothing of their size. Windows are shorter than the text that the models are given: in all layers of
-the Mistral and of the Phi 3, and in the last two of one Qwen 2.
+the Mistral and of the Phi 3, in the last two of one Qwen 2, in the first and the last of the Gemmas
+2 and 3.
 
 A value is k / 2^15 * range, k a 16-bit signed integer from a hash of the tensor's name and of the
 element's index, range a power of two: exact in float32, and mostly not in bfloat16 or float16.
@@ -92,8 +93,44 @@ SMOLLM3 = {key: value for key, value in CONFIG.items() if key != "pretraining_tp
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
+GEMMA = {
+    key: value for key, value in CONFIG.items() if key not in ("mlp_bias", "pretraining_tp")
+} | {
+    "architectures": ["GemmaForCausalLM"],
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "model_type": "gemma",
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": PLAIN_ROPE,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {key: value for key, value in GEMMA.items() if key != "hidden_act"} | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 6.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 53,
+}
+GEMMA3 = GEMMA2 | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "model_type": "gemma3_text",
+    "rope_parameters": {
+        "full_attention": {"factor": 8.0, "rope_theta": 900.0, "rope_type": "linear"},
+        "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+    },
+}
 FAMILIES = {
     "llama": CONFIG,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "qwen2": QWEN2,
     "qwen2_window": QWEN2 | WINDOW,
     "qwen3": QWEN3,
@@ -130,7 +167,10 @@ def layer_shapes(config):
     if config["model_type"] == "qwen2":
         for letter, rows in (("q", query), ("k", key), ("v", key)):
             result[f"self_attn.{letter}_proj.bias"] = (rows,)
-    if config["model_type"] == "qwen3":
+    if "gemma" in config["model_type"] and config["model_type"] != "gemma":
+        result["pre_feedforward_layernorm.weight"] = (HIDDEN,)
+        result["post_feedforward_layernorm.weight"] = (HIDDEN,)
+    if config["model_type"] in ("qwen3", "gemma3_text"):
         result |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (HEAD_DIM,))
     return result
 
