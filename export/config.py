@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from export.errors import ExportError
-from export.families import FAMILIES, LLAMA, TYPES, Family
+from export.families import FAMILIES, LLAMA, TEXT_OF, TYPES, Family
 from export.model import Config
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -77,11 +77,23 @@ def family_of(content: dict) -> str:
     family = named[0] if isinstance(named, list) and named else None
     if family is None:
         family = TYPES.get(content.get("model_type"), content.get("model_type"))
-    if family not in FAMILIES:
-        raise ExportError(
-            f"config.json: architecture {family} is not supported; known: {', '.join(FAMILIES)}"
-        )
+    if family not in FAMILIES and family not in TEXT_OF:
+        known = ", ".join((*FAMILIES, *TEXT_OF))
+        raise ExportError(f"config.json: architecture {family} is not supported; known: {known}")
     return family
+
+
+def text_config(content: dict) -> dict:
+    """The config of a model that sees becomes that of its text part; others stay."""
+    family = family_of(content)
+    if family not in TEXT_OF:
+        return content
+    text = content.get("text_config")
+    if not isinstance(text, dict):
+        raise Settings(content, "config.json").wrong("text_config", "the config of the text part")
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    whole = {key: content[key] for key in keys if content.get(key) is not None}
+    return text | whole | {"architectures": [TEXT_OF[family]]}
 
 
 def _rope_table(rope: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:

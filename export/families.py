@@ -120,3 +120,5 @@ FAMILIES = {
 # By model_type, where a config.json names no architecture.
 TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
 TYPES["gemma3_text"] = "Gemma3ForCausalLM"
+# Models that see: their text part, of which text_config tells, is one of the above.
+TEXT_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}

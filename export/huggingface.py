@@ -8,9 +8,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from export import chat
-from export.config import config_from_hf, family_of
+from export.config import config_from_hf, family_of, text_config
 from export.errors import ExportError, malformed
-from export.families import FAMILIES
+from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
 from export.model import Config, Model, Part, collect, rows_of
 from export.tokenizer import tokenizer_from_hf
@@ -149,6 +149,20 @@ def _split_fused(found: dict[str, Part], config: Config) -> None:
                 first += rows
 
 
+def _text_tensors(found: dict[str, Part]) -> dict[str, Part]:
+    """What a model that sees has for its text, by the names of a model of text."""
+    text = {}
+    for name, part in found.items():
+        bare = name.removeprefix("model.")
+        if bare.startswith(("vision_tower.", "multi_modal_projector.")):
+            continue
+        inner = bare.removeprefix("language_model.")
+        if inner != bare and not inner.startswith(("model.", "lm_head.")):
+            inner = "model." + inner
+        text[inner if inner != bare else name] = part
+    return text
+
+
 def _add_one(parts: dict[str, Part]) -> None:
     """Gemma's norms multiply by 1 + w."""
     for name, part in parts.items():
@@ -177,9 +191,12 @@ def load(folder: Path) -> Model:
     generation = read_json_if_there(folder / "generation_config.json")
     with malformed(f"{folder / 'config.json'}"):
         family = family_of(content)
+        content = text_config(content)
         config = config_from_hf(content, generation, name=folder.resolve().name)
     config.check()
-    kind, found = FAMILIES[family], _all_tensors(folder)
+    kind, found = FAMILIES[family_of(content)], _all_tensors(folder)
+    if family in TEXT_OF:
+        family, found = f"{family}, the text part", _text_tensors(found)
     if kind.fused:
         _split_fused(found, config)
     names = NAMES_AFTER if kind.norms_after else NAMES

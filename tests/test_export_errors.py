@@ -47,6 +47,10 @@ def refused(capsys, source: Path, target: Path, pattern: str, *options) -> None:
             {"architectures": ["FalconForCausalLM"]},
             "FalconForCausalLM is not .*LlamaForCausalLM, M",
         ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
+            "text_config: expected the config of the text part, found 3",
+        ),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2 is not supported; known"),
         ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
         ({"architectures": [["x"]]}, "config.json"),
