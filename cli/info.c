@@ -44,20 +44,22 @@ static void print_layers(const struct config *c) {
 }
 
 static void print_config(const struct config *c) {
+    static const char *const norms[] = {"", ", also after the block's halves",
+                                        ", after the block's halves"};
+    static const char *const qk_norms[] = {"", ", queries and keys with norms",
+                                           ", all queries and all keys with a norm"};
     printf("name                 ");
     for (const char *at = c->name; *at; at++) print_text(at, 1);
     printf("\nparameters           %.2f M\n", (double)config_parameters(c) * 1e-6);
     printf("layers               %d\nwidth                %d\n", c->layers, c->width);
     printf("heads                %d of %d, %d for keys and values%s%s\n", c->heads, c->head_dim,
-           c->kv_heads, c->qkv_bias ? ", with biases" : "",
-           c->qk_norm == QK_NORM_HEAD ? ", queries and keys with norms" : "");
+           c->kv_heads, c->qkv_bias ? ", with biases" : "", qk_norms[c->qk_norm]);
     print_layers(c);
     printf("feed-forward         %d, gated, %s\n", c->ffn, c->activation == SILU ? "SiLU" : "GELU");
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");
     printf("context              %d\nnorm                 RMS%s, epsilon %g\n", c->context,
-           c->norm_placement == NORM_BEFORE ? "" : ", also after the block's halves",
-           (double)c->norm_eps);
+           norms[c->norm_placement], (double)c->norm_eps);
     printf("attention scale      %g\n", (double)c->attention_scale);
     if (c->attention_cap != 0) printf("cap on scores        %g\n", (double)c->attention_cap);
     if (c->final_cap != 0) printf("cap on logits        %g\n", (double)c->final_cap);

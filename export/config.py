@@ -288,6 +288,7 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norms_after=family.norms_after,
+        norms_before=family.norms_before,
         activation="gelu" if family.gemma else "silu",
         attention_scale=scalar**-0.5,
         attention_cap=_cap(settings, family, "attn_logit_softcapping"),

@@ -87,13 +87,20 @@ GEMMA3 = GEMMA2 | {
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
 }
+OLMO2 = LLAMA | {
+    "vocab_size": 50304,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @dataclass(frozen=True)
 class Family:
     defaults: dict
     qkv_bias: bool = False
-    qk_norm: bool = False  # of each head
+    qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
     window_by_flag: bool = False  # sliding_window counts with use_sliding_window, in some layers
     full_every: int = 0  # of so many layers the last one has no window
     local_rope: bool = False  # layers with a window have RoPE frequencies of their own
@@ -102,19 +109,21 @@ class Family:
     fused: bool = False  # one matrix has q, k and v, another gate and up
     gemma: bool = False  # norms by 1 + w, GELU, the embedding times sqrt(width)
     norms_after: bool = False  # of what attention and feed-forward give, before x takes it
+    norms_before: bool = True
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(LLAMA),
     "MistralForCausalLM": Family(MISTRAL),
     "Qwen2ForCausalLM": Family(QWEN2, qkv_bias=True, window_by_flag=True),
-    "Qwen3ForCausalLM": Family(QWEN2 | {"head_dim": 128}, qk_norm=True, window_by_flag=True),
+    "Qwen3ForCausalLM": Family(QWEN2 | {"head_dim": 128}, qk_norm=1, window_by_flag=True),
     "Phi3ForCausalLM": Family(PHI3, partial_rope=True, fused=True),
     "SmolLM3ForCausalLM": Family(SMOLLM3, window_by_flag=True, rope_by_layer=True),
+    "Olmo2ForCausalLM": Family(OLMO2, qk_norm=2, norms_after=True, norms_before=False),
     "GemmaForCausalLM": Family(GEMMA, gemma=True),
     "Gemma2ForCausalLM": Family(GEMMA2, gemma=True, norms_after=True, full_every=2),
     "Gemma3ForCausalLM": Family(
-        GEMMA3, gemma=True, norms_after=True, qk_norm=True, full_every=6, local_rope=True
+        GEMMA3, gemma=True, norms_after=True, qk_norm=1, full_every=6, local_rope=True
     ),
 }
 # By model_type, where a config.json names no architecture.

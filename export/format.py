@@ -116,6 +116,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         return NO_ID if value is None else value
 
     add_bos = config.bos is not None and (tokenizer is None or tokenizer.add_bos)
+    placement = 0 if not config.norms_after else 1 if config.norms_before else 2
     stops = config.stops + [NO_ID] * (MAX_STOPS - len(config.stops))
     return [
         ("name", "64s", file_name_field(config.name)),
@@ -130,7 +131,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("context", "I", config.context),
         ("weight_dtype", "I", dtype),
         ("norm", "I", 0),
-        ("norm_placement", "I", config.norms_after),
+        ("norm_placement", "I", placement),
         ("norm_eps", "f", config.norm_eps),
         ("qkv_bias", "I", config.qkv_bias),
         ("out_bias", "I", 0),
@@ -187,7 +188,8 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     matrix("embed", parts["embed"])
     for layer in range(config.layers):
         at = f"layers.{layer}."
-        vector(at + "norm_attention")
+        if config.norms_before:
+            vector(at + "norm_attention")
         matrix(at + "qkv", *(parts[at + name] for name in "qkv"))
         if config.qkv_bias:
             vector(at + "qkv_bias", *(parts[f"{at}{name}_bias"] for name in "qkv"))
@@ -197,7 +199,8 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
         matrix(at + "out", parts[at + "out"])
         if config.norms_after:
             vector(at + "norm_after_attention")
-        vector(at + "norm_ffn")
+        if config.norms_before:
+            vector(at + "norm_ffn")
         gate, up = (padded(parts[at + name], ffn, width) for name in ("gate", "up"))
         matrix(at + "gate_up", gate, up)
         matrix(at + "down", padded(parts[at + "down"], width, ffn))

@@ -18,13 +18,13 @@ from export.tokenizer import Tokenizer, tokenizer_from_gguf
 class Architecture:
     interleaved: bool = False  # rows of q and k are in the order of interleaved RoPE
     qkv_bias: bool = False
-    qk_norm: bool = False  # of each head
+    qk_norm: int = 0  # 1: of each head
 
 
 ARCHITECTURES = {
     "llama": Architecture(interleaved=True),
     "qwen2": Architecture(qkv_bias=True),
-    "qwen3": Architecture(qk_norm=True),
+    "qwen3": Architecture(qk_norm=1),
 }
 
 NAMES = {

@@ -28,8 +28,9 @@ class Config:
     rope: str  # for people: theta and scaling
     frequencies: np.ndarray  # inverse, float64 [tables, dimensions of a head that turn / 2]
     qkv_bias: bool = False  # on q, k and v
-    qk_norm: bool = False  # RMSNorm of each head of q and of k
+    qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
     norms_after: bool = False  # of what attention and feed-forward give
+    norms_before: bool = True  # of what they take
     activation: str = "silu"
     attention_scale: float | None = None  # None: head_dim^-0.5
     attention_cap: float = 0.0
@@ -142,12 +143,14 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     width, ffn, size = config.width, config.ffn, config.head_dim
     query, key = config.heads * size, config.kv_heads * size
     biases = (("q_bias", (query,)), ("k_bias", (key,)), ("v_bias", (key,)))
-    norms = (("norm_q", (size,)), ("norm_k", (size,)))
+    normed = (size, size) if config.qk_norm == 1 else (query, key)
+    norms = (("norm_q", normed[:1]), ("norm_k", normed[1:]))
+    before = (("norm_attention", (width,)), ("norm_ffn", (width,)))
     after = (("norm_after_attention", (width,)), ("norm_after_ffn", (width,)))
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, width)}
     for layer in range(config.layers):
         for name, shape in (
-            ("norm_attention", (width,)),
+            *(before[:1] if config.norms_before else ()),
             ("q", (query, width)),
             ("k", (key, width)),
             ("v", (key, width)),
@@ -155,7 +158,7 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
             *(norms if config.qk_norm else ()),
             ("out", (width, query)),
             *(after[:1] if config.norms_after else ()),
-            ("norm_ffn", (width,)),
+            *(before[1:] if config.norms_before else ()),
             ("gate", (ffn, width)),
             ("up", (ffn, width)),
             ("down", (width, ffn)),

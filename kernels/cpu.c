@@ -168,20 +168,48 @@ static void normalise(float *restrict x, const float *restrict weight, size_t D,
     for (size_t d = 0; d < D; d++) x[d] *= factor * weight[d];
 }
 
-/* What follows the product in some heads of q or k: bias, norm, RoPE; any may be NULL. turn: cosines, then
- * sines. */
+/* Of a row of qkv: 1 / RMS of all of q and of all of k, for a norm that spans them. */
+struct whole {
+    float q, k;
+};
+
+static float whole_factor(const float *restrict x, const float *restrict bias, size_t n,
+                          float eps) {
+    float sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        const float value = x[i] + (bias ? bias[i] : 0);
+        sum += value * value;
+    }
+    return 1 / sqrtf(sum / (float)n + eps);
+}
+
+static struct whole whole_of_row(const struct engine *e, int layer, size_t t) {
+    const struct config *c = e->config;
+    const float *bias = e->layer[layer].qkv_bias;
+    const size_t query = (size_t)c->heads * (size_t)c->head_dim;
+    const size_t key = (size_t)c->kv_heads * (size_t)c->head_dim;
+    const float *row = (float *)engine_region(e, REGION_QKV) + t * (query + 2 * key);
+    return (struct whole){whole_factor(row, bias, query, c->norm_eps),
+                          whole_factor(row + query, bias ? bias + query : NULL, key, c->norm_eps)};
+}
+
+/* What follows the product in some heads of q or k: bias, norm, RoPE; any may be NULL. whole: the factor of
+ * a norm that spans all heads. turn: cosines, then sines. */
 static void finish_heads(const struct config *c, float *x, size_t heads, const float *bias,
-                         const float *norm, const float *turn) {
+                         const float *norm, float whole, const float *turn) {
     const size_t D = (size_t)c->head_dim, half = (size_t)c->rotary_dims / 2;
     for (size_t h = 0; h < heads; h++, x += D) {
         for (size_t d = 0; bias && d < D; d++) x[d] += bias[h * D + d];
-        if (norm) normalise(x, norm, D, c->norm_eps);
+        if (norm && c->qk_norm == QK_NORM_HEAD) normalise(x, norm, D, c->norm_eps);
+        for (size_t d = 0; norm && c->qk_norm == QK_NORM_FULL && d < D; d++)
+            x[d] *= whole * norm[h * D + d];
         if (turn) rotate(x, x + half, turn, turn + half, (int)half);
     }
 }
 
 /* A group's heads of one row: its heads of q and its key are finished; key and value to the cache. */
-static void finish_group(const struct engine *e, int layer, size_t t, size_t group) {
+static void finish_group(const struct engine *e, int layer, size_t t, size_t group,
+                         struct whole whole) {
     const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[layer];
     const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
@@ -195,9 +223,12 @@ static void finish_group(const struct engine *e, int layer, size_t t, size_t gro
     if (table != NO_ID)
         turn = (float *)engine_region(e, REGION_ROPE) +
                ((size_t)table * (size_t)e->plan.limits.chunk + t) * (size_t)c->rotary_dims;
-    finish_heads(c, row + query, H / G, bias ? bias + query : NULL, w->norm_q, turn);
-    finish_heads(c, key, 1, bias ? bias + k : NULL, w->norm_k, turn);
-    finish_heads(c, value, 1, bias ? bias + v : NULL, NULL, NULL);
+    const size_t spans = c->qk_norm == QK_NORM_FULL;
+    const float *norm_q = w->norm_q ? w->norm_q + spans * query : NULL;
+    const float *norm_k = w->norm_k ? w->norm_k + spans * group * D : NULL;
+    finish_heads(c, row + query, H / G, bias ? bias + query : NULL, norm_q, whole.q, turn);
+    finish_heads(c, key, 1, bias ? bias + k : NULL, norm_k, whole.k, turn);
+    finish_heads(c, value, 1, bias ? bias + v : NULL, NULL, 0, NULL);
     const size_t cache = slot * G + group;
     float *panel =
         layer_cache(e, REGION_KEYS, layer) + cache * padded * D + s / CPU_PANEL * CPU_PANEL * D;
@@ -209,7 +240,8 @@ static void finish_group(const struct engine *e, int layer, size_t t, size_t gro
  *           v into its row.
  * Owners    product: columns of qkv. Then rows, 16 at a time; of a few rows the groups that the
  *           member will attend to.
- * Barrier   qkv is written | RoPE reads pairs that two members may have computed. */
+ * Barrier   qkv is written | RoPE reads pairs that two members may have computed. With a norm of all of q:
+ *           each member has read the rows | their heads change. */
 static void qkv(struct member me, void *job) {
     const struct step *s = job;
     const struct engine *e = s->e;
@@ -224,10 +256,17 @@ static void qkv(struct member me, void *job) {
     matmul(&in, x, w->qkv, share(me, outputs, 8), to, outputs, false, me);
     team_barrier(me);
     const bool few = T <= CPU_DECODE_ROWS;
+    const bool spans = c->qk_norm == QK_NORM_FULL;
     const struct span own = few ? (struct span){0, T} : share(me, T, CPU_PANEL);
-    for (size_t t = own.first; t < own.last; t++)
+    struct whole of_few[CPU_DECODE_ROWS], whole = {0, 0};
+    for (size_t t = 0; spans && few && t < T; t++) of_few[t] = whole_of_row(e, s->layer, t);
+    if (spans && few) team_barrier(me);
+    for (size_t t = own.first; t < own.last; t++) {
+        if (spans) whole = few ? of_few[t] : whole_of_row(e, s->layer, t);
         for (size_t g = 0; g < G; g++)
-            if (!few || attention_owner(g, me.count) == me.index) finish_group(e, s->layer, t, g);
+            if (!few || attention_owner(g, me.count) == me.index)
+                finish_group(e, s->layer, t, g, whole);
+    }
 }
 
 /* ---- attend ---- */

@@ -57,8 +57,8 @@ struct ops {
                  void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler);
     /* x[T,C] = embedding of the tokens; prepares what depends on the positions alone. */
     void (*embed)(struct engine *e, struct rows rows);
-    /* q, and K and V appended to the cache: RMSNorm, projection, bias, RMSNorm of each head of q and k,
-     * RoPE. */
+    /* q, and K and V appended to the cache: RMSNorm, projection, bias, RMSNorm of each head of q and k
+     * or of all, RoPE. */
     void (*qkv)(struct engine *e, int layer, struct rows rows);
     /* a[T,H D] = softmax(q K^T scale) V: causal over the row's slot, as far back as the layer's window
      * goes, grouped heads; scores s become c tanh(s / c) where there is a cap c. Online softmax (arXiv
@@ -86,14 +86,14 @@ struct ops {
 
 /* Where the weights of a layer lie; m: f32 or bf16 as engine.config->weight_dtype says. */
 struct layer_weights {
-    const float *norm_attention;  /* [C] */
+    const float *norm_attention;  /* [C]; NULL: none before */
     const void *qkv;              /* m [(H + 2G) D, C] */
     const float *qkv_bias;        /* [(H + 2G) D]; NULL: none */
-    const float *norm_q;          /* [D]; NULL: none */
-    const float *norm_k;          /* [D]; NULL: none */
+    const float *norm_q;          /* [D], or [H D] where one norm spans them; NULL: none */
+    const float *norm_k;          /* [D], or [G D] */
     const void *out;              /* m [C, H D] */
     const float *after_attention; /* [C]: a norm of what out gives; NULL: none */
-    const float *norm_ffn;        /* [C] */
+    const float *norm_ffn;        /* [C]; NULL: none before */
     const void *gate_up;          /* m [2F, C] */
     const void *down;             /* m [C, F] */
     const float *after_ffn;       /* [C]: of what down gives; NULL: none */

@@ -223,10 +223,8 @@ int config_supported(const struct config *c, struct error *error) {
         int used;
     } flags[] = {
         {"LayerNorm", c->norm != RMS_NORM},
-        {"norms after the block's halves alone (norm_placement)", c->norm_placement == NORM_AFTER},
         {"a bias after attention (out_bias)", c->out_bias},
         {"a bias in the feed-forward part (ffn_bias)", c->ffn_bias},
-        {"norms of all of q and of k (qk_norm)", c->qk_norm == QK_NORM_FULL},
         {"a feed-forward part without gate (gated)", !c->gated},
         {"learned positions", c->learned_positions},
         {"experts", c->experts != 0},
@@ -272,21 +270,23 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
     const uint64_t width = (uint64_t)c->width, ffn = (uint64_t)c->ffn,
                    head_dim = (uint64_t)c->head_dim;
     const uint64_t heads = (uint64_t)c->heads, all_heads = heads + 2 * (uint64_t)c->kv_heads;
-    const uint64_t norm = c->qk_norm == QK_NORM_HEAD ? head_dim : 0;
-    const uint64_t after = c->norm_placement == NORM_BEFORE_AND_AFTER ? width : 0;
+    const bool whole = c->qk_norm == QK_NORM_FULL;
+    const uint64_t norm = c->qk_norm == QK_NORM_NONE ? 0 : head_dim;
+    const uint64_t before = c->norm_placement == NORM_AFTER ? 0 : width;
+    const uint64_t after = c->norm_placement == NORM_BEFORE ? 0 : width;
     const struct {
         const char *name;
         enum dtype dtype;
         uint64_t rows, columns; /* no columns: the model has no such tensor */
     } parts[] = {
-        {"norm_attention", F32, 0, width},
+        {"norm_attention", F32, 0, before},
         {"qkv", c->weight_dtype, all_heads * head_dim, width},
         {"qkv_bias", F32, 0, c->qkv_bias ? all_heads * head_dim : 0},
-        {"norm_q", F32, 0, norm},
-        {"norm_k", F32, 0, norm},
+        {"norm_q", F32, 0, whole ? heads * norm : norm},
+        {"norm_k", F32, 0, whole ? (uint64_t)c->kv_heads * norm : norm},
         {"out", c->weight_dtype, width, heads * head_dim},
         {"norm_after_attention", F32, 0, after},
-        {"norm_ffn", F32, 0, width},
+        {"norm_ffn", F32, 0, before},
         {"gate_up", c->weight_dtype, 2 * ffn, width},
         {"down", c->weight_dtype, width, ffn},
         {"norm_after_ffn", F32, 0, after},
@@ -319,6 +319,7 @@ uint64_t config_parameters(const struct config *c) {
                      3 * (uint64_t)c->ffn * width;
     if (c->qkv_bias) layer += (heads + 2 * kv_heads) * (uint64_t)c->head_dim;
     if (c->qk_norm == QK_NORM_HEAD) layer += 2 * (uint64_t)c->head_dim;
+    if (c->qk_norm == QK_NORM_FULL) layer += (heads + kv_heads) * (uint64_t)c->head_dim;
     if (c->norm_placement == NORM_BEFORE_AND_AFTER) layer += 2 * width;
     return (uint64_t)c->layers * layer + vocab * width * (c->tied ? 1 : 2) + width;
 }

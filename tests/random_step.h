@@ -66,9 +66,13 @@ static inline void reference_heads(const struct step *s, int layer, struct both 
     for (size_t i = 0; w->qkv_bias && i < s->qkv; i++)
         row[i] =
             (struct both){row[i].exact + (double)w->qkv_bias[i], row[i].plain + w->qkv_bias[i]};
+    const bool spans = e->config->qk_norm == QK_NORM_FULL;
+    struct both *k = row + s->H * s->D;
+    if (spans) reference_norm(row, row, w->norm_q, e->config->norm_eps, 1, s->H * s->D);
+    if (spans) reference_norm(k, k, w->norm_k, e->config->norm_eps, 1, s->G * s->D);
     for (size_t i = 0; i < s->H + s->G; i++, row += s->D) {
         const float *norm = i < s->H ? w->norm_q : w->norm_k;
-        if (norm) reference_norm(row, row, norm, e->config->norm_eps, 1, s->D);
+        if (norm && !spans) reference_norm(row, row, norm, e->config->norm_eps, 1, s->D);
         if (table != NO_ID)
             reference_rope(row, e->rope + (size_t)table * half, position, half,
                            e->config->rope_scale);

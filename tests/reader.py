@@ -53,17 +53,19 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
         ("embed", dtype, (c["vocab"], width)),
     ]
     bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
-    norms = [(name, 0, (c["head_dim"],)) for name in ("norm_q", "norm_k") if c["qk_norm"]]
+    normed = {0: (), 1: (c["head_dim"], c["head_dim"]), 2: (query, key)}[c["qk_norm"]]
+    norms = [(name, 0, (size,)) for name, size in zip(("norm_q", "norm_k"), normed, strict=False)]
+    before = ("norm_attention", "norm_ffn") if c["norm_placement"] < 2 else ()
     after = ("norm_after_attention", "norm_after_ffn") if c["norm_placement"] else ()
     for layer in range(c["layers"]):
         at = f"layers.{layer}."
         tensors += [
-            (at + "norm_attention", 0, (width,)),
+            *((at + name, 0, (width,)) for name in before[:1]),
             (at + "qkv", dtype, (query + 2 * key, width)),
             *((at + name, *rest) for name, *rest in bias + norms),
             (at + "out", dtype, (width, query)),
             *((at + name, 0, (width,)) for name in after[:1]),
-            (at + "norm_ffn", 0, (width,)),
+            *((at + name, 0, (width,)) for name in before[1:]),
             (at + "gate_up", dtype, (2 * ffn, width)),
             (at + "down", dtype, (width, ffn)),
             *((at + name, 0, (width,)) for name in after[1:]),
@@ -143,7 +145,7 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return stored(x * weights[name]), factor
 
     def normed_product(x, name, matrix):
-        rows, factor = norm(x, name)
+        rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
     def rotate(x, table):
@@ -158,6 +160,11 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         if not used:
             return x
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+
+    def norm_heads(x, name):
+        if c["qk_norm"] < 2:
+            return norm_if(c["qk_norm"], x, name)
+        return norm_if(True, x.reshape(count, -1), name).reshape(x.shape)
 
     def cap(x, limit):
         return limit * np.tanh(x / limit) if limit else x
@@ -175,8 +182,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         if c["qkv_bias"]:
             qkv = qkv + weights[at + "qkv_bias"]
         qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q = stored(rotate(norm_if(c["qk_norm"], qkv[:, :heads], at + "norm_q"), table))
-        k = norm_if(c["qk_norm"], qkv[:, heads : heads + kv_heads], at + "norm_k")
+        q = stored(rotate(norm_heads(qkv[:, :heads], at + "norm_q"), table))
+        k = norm_heads(qkv[:, heads : heads + kv_heads], at + "norm_k")
         k = stored(rotate(k, table))
         v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))

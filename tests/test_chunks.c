@@ -88,16 +88,21 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
     return logits;
 }
 
+/* What families have beside a Llama. */
+static void vary(struct config *c, bool gemma, bool olmo) {
+    c->qkv_bias = !gemma;
+    c->qk_norm = gemma ? QK_NORM_HEAD : olmo ? QK_NORM_FULL : QK_NORM_NONE;
+    c->norm_placement = gemma ? NORM_BEFORE_AND_AFTER : olmo ? NORM_AFTER : NORM_BEFORE;
+    c->activation = gemma ? GELU_TANH : SILU;
+    c->attention_cap = gemma ? 3 : 0;
+}
+
 /* However a sequence is cut into steps, and by however many threads: its logits are right, and the same
  * to the bit. */
 static void check_chunks(struct shape shape, enum dtype dtype, int n, const int (*ways)[4],
                          int count) {
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
-    r.config.qkv_bias = dtype == F32;
-    r.config.norm_placement = dtype == BF16 ? NORM_BEFORE_AND_AFTER : NORM_BEFORE;
-    r.config.activation = dtype == BF16 ? GELU_TANH : SILU;
-    r.config.attention_cap = dtype == BF16 ? 3 : 0;
-    r.config.qk_norm = dtype == BF16 ? QK_NORM_HEAD : QK_NORM_NONE;
+    vary(&r.config, dtype == BF16, n % 4 > 0);
     for (int l = 0; l < shape.L; l++) r.config.layer[l].window = l % 2 ? 9 : 530;
     r.config.layer[shape.L - 1].rope_table = shape.L > 1 ? NO_ID : 0;
     struct step s = {.r = &r, .V = (size_t)shape.V};

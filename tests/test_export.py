@@ -111,11 +111,12 @@ def test_other_families(tmp_path, family):
     }
     assert said == {
         "qkv_bias": "qwen2" in family,
-        "qk_norm": family in ("qwen3", "gemma3"),
-        "norm_placement": family in ("gemma2", "gemma3"),
+        "qk_norm": {"qwen3": 1, "gemma3": 1, "olmo2": 2}.get(family, 0),
+        "norm_placement": {"gemma2": 1, "gemma3": 1, "olmo2": 2}.get(family, 0),
         "activation": "gemma" in family,
     }
-    assert file.config["rotary_dims"] == {"phi3": 12, "qwen2": 8, "qwen2_window": 8}.get(family, 16)
+    dims = {"phi3": 12, "qwen2": 8, "qwen2_window": 8, "olmo2": 8}
+    assert file.config["rotary_dims"] == dims.get(family, 16)
     assert file.layers == {
         "qwen2_window": [(0, 0), (45, 0), (45, 0)],
         "mistral": [(37, 0)] * 3,

@@ -317,6 +317,8 @@ def test_gguf_of_another_architecture(tmp_path, out, capsys):
         ("gemma2", {"final_logit_softcapping": -1.0}, None, None, "cap on logits -1.0 is not in"),
         ("gemma2", {}, "post_feedforward_layernorm.weight", None, "post_feedforward.* is missing"),
         ("gemma", {}, None, "pre_feedforward_layernorm.weight", "does not have: .*pre_feed"),
+        ("olmo2", {}, None, "input_layernorm.weight", "does not have: .*input_layernorm"),
+        ("olmo2", {"num_key_value_heads": 1}, None, None, r"k_proj.weight: expected shape"),
         ("gemma3", {"query_pre_attn_scalar": 0}, None, None, "query_pre_attn_scalar: expected"),
         ("gemma3", {"rope_parameters": {"full_attention": 3}}, None, None, "one set of RoPE par"),
         ("mistral", {"sliding_window": "9"}, None, None, "sliding_window: expected a whole number"),

@@ -114,7 +114,7 @@ static void check_qkv(struct step *s, int layer) {
     poison(s, REGION_QKV);
     begin(s);
     e->ops->qkv(e, layer, s->rows);
-    reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
+    if (w->norm_attention) reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
     reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
     for (size_t t = 0; t < s->T; t++)
         reference_heads(s, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
@@ -250,10 +250,10 @@ static void check_step(struct step *s) {
 static void vary(struct config *c, int T, int position) {
     static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
     c->qkv_bias = T % 3 == 1;
-    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : QK_NORM_NONE;
+    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
     c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
     c->rope_tables = 1 + T % 2;
-    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : NORM_BEFORE;
+    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
     c->activation = T % 7 > 3 ? GELU_TANH : SILU;
     c->attention_cap = T % 6 == 2 ? 2.5f : 0;
     c->final_cap = T % 6 == 3 ? 1.5f : 0;

@@ -46,6 +46,7 @@ LACKING = {
     "gemma": "GELU",
     "gemma2": "norms after the block's halves",
     "gemma3": "norms of q and k",
+    "olmo2": "norms of q and k",
 }
 
 
@@ -73,6 +74,8 @@ def test_info_says_what_is_special(tmp_path, family):
     assert ("norm                 RMS, also after the block's halves" in said) == (
         family in ("gemma2", "gemma3")
     )
+    assert ("norm                 RMS, after the block's halves" in said) == (family == "olmo2")
+    assert ("all queries and all keys with a norm" in said) == (family == "olmo2")
     assert ("cap on logits        6\n" in said) == (family == "gemma2")
     assert ("embedding factor     8\n" in said) == ("gemma" in family)
     assert ("window               37 positions in 3 of 3 layers" in said) == (family == "mistral")

@@ -92,10 +92,15 @@ def logits(config, weights, ids, dtype=np.float64):
     def norm(x, name):
         return rms_norm(x, w(name) + gemma, eps) if name in weights else x
 
+    def norm_heads(x, name):
+        """Of each head, or of all of them together, as the weights are long."""
+        whole = name in weights and len(weights[name]) > dim
+        return norm(x.reshape(len(ids), -1), name).reshape(x.shape) if whole else norm(x, name)
+
     eps = config["rms_norm_eps"]
     dim = head_dim(config)
     scale = (config.get("query_pre_attn_scalar") or dim) ** -0.5
-    four_norms = any("pre_feedforward_layernorm" in name for name in weights)
+    norms_after = any("post_feedforward_layernorm" in name for name in weights)
     turns = config.get("no_rope_layers") or [1] * config["num_hidden_layers"]
     x = w("model.embed_tokens.weight")[ids]
     if gemma:
@@ -111,13 +116,13 @@ def logits(config, weights, ids, dtype=np.float64):
             q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
         else:
             q, k, v = (project(h, f"{at}self_attn.{name}_proj") for name in "qkv")
-        q = norm(q, at + "self_attn.q_norm.weight")
-        k = norm(k, at + "self_attn.k_norm.weight")
+        q = norm_heads(q, at + "self_attn.q_norm.weight")
+        k = norm_heads(k, at + "self_attn.k_norm.weight")
         if turns[layer]:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         h = attention(q, k, v, window(config, layer), scale, config.get("attn_logit_softcapping"))
         h = h @ w(at + "self_attn.o_proj.weight").T
-        if four_norms:
+        if norms_after:
             x = x + norm(h, at + "post_attention_layernorm.weight")
             h = norm(x, at + "pre_feedforward_layernorm.weight")
         else:
@@ -132,7 +137,7 @@ def logits(config, weights, ids, dtype=np.float64):
         else:
             gate = gate / (1 + np.exp(-gate))
         h = gate * up @ w(at + "mlp.down_proj.weight").T
-        x = x + (norm(h, at + "post_feedforward_layernorm.weight") if four_norms else h)
+        x = x + (norm(h, at + "post_feedforward_layernorm.weight") if norms_after else h)
     tied = config["tie_word_embeddings"]
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     return cap(norm(x, "model.norm.weight") @ w(head).T, config.get("final_logit_softcapping"))

@@ -93,6 +93,15 @@ SMOLLM3 = {key: value for key, value in CONFIG.items() if key != "pretraining_tp
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
+OLMO2 = {key: value for key, value in CONFIG.items() if key not in NOT_QWEN} | {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": None,
+    "model_type": "olmo2",
+    "num_key_value_heads": 2,
+    "rope_parameters": PLAIN_ROPE,
+}
+del OLMO2["head_dim"]
 GEMMA = {
     key: value for key, value in CONFIG.items() if key not in ("mlp_bias", "pretraining_tp")
 } | {
@@ -128,6 +137,7 @@ GEMMA3 = GEMMA2 | {
 }
 FAMILIES = {
     "llama": CONFIG,
+    "olmo2": OLMO2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -167,8 +177,12 @@ def layer_shapes(config):
     if config["model_type"] == "qwen2":
         for letter, rows in (("q", query), ("k", key), ("v", key)):
             result[f"self_attn.{letter}_proj.bias"] = (rows,)
-    if "gemma" in config["model_type"] and config["model_type"] != "gemma":
+    if config["model_type"] == "olmo2":
+        del result["input_layernorm.weight"]
+        result["self_attn.q_norm.weight"], result["self_attn.k_norm.weight"] = (query,), (key,)
+    if config["model_type"] in ("gemma2", "gemma3_text"):
         result["pre_feedforward_layernorm.weight"] = (HIDDEN,)
+    if config["model_type"] in ("olmo2", "gemma2", "gemma3_text"):
         result["post_feedforward_layernorm.weight"] = (HIDDEN,)
     if config["model_type"] in ("qwen3", "gemma3_text"):
         result |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (HEAD_DIM,))
