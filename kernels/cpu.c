@@ -339,11 +339,13 @@ static v8f gelu8(v8f x) {
 
 /* gate = activation(gate) up for some columns of all rows; gate and up are F floats apart. */
 static void activate(enum activation kind, float *gate, size_t T, size_t F, struct span own) {
-    for (size_t t = 0; t < T; t++, gate += 2 * F)
-        for (size_t f = own.first; f < own.last; f += 8) {
-            const v8f g = load8(gate + f), up = load8(gate + F + f);
-            store8(gate + f, (kind == SILU ? silu8(g) : gelu8(g)) * up);
-        }
+    for (size_t t = 0; t < T; t++, gate += 2 * F) {
+        const float *up = gate + F;
+        for (size_t f = own.first; kind == SILU && f < own.last; f += 8)
+            store8(gate + f, silu8(load8(gate + f)) * load8(up + f));
+        for (size_t f = own.first; kind == GELU_TANH && f < own.last; f += 8)
+            store8(gate + f, gelu8(load8(gate + f)) * load8(up + f));
+    }
 }
 
 /* What      h[T,F] = activation(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up F].
