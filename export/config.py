@@ -7,6 +7,7 @@ import numpy as np
 from export.errors import ExportError
 from export.families import FAMILIES, LLAMA, TEXT_OF, TYPES, Family
 from export.model import Config
+from export.writer import to_bf16
 
 ROPE_TYPES = ("default", "linear", "llama3")
 KINDS = ("full_attention", "sliding_attention")  # of layers, by layer_types
@@ -215,8 +216,7 @@ def _embed_scale(settings: Settings, width: int) -> float:
     dtype = settings.values.get("dtype") or settings.values.get("torch_dtype")
     root = np.float32(np.sqrt(width))
     if dtype == "bfloat16":
-        bits = int(root.view(np.uint32))
-        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+        return float((to_bf16(root[None]).astype(np.uint32) << 16).view(np.float32)[0])
     return float(np.float16(root)) if dtype == "float16" else float(root)
 
 

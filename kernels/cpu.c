@@ -160,37 +160,24 @@ static void rotate(float *restrict low, float *restrict high, const float *restr
     }
 }
 
-/* RMSNorm of one head, in place. */
-static void normalise(float *restrict x, const float *restrict weight, size_t D, float eps) {
-    float sum = 0;
-    for (size_t d = 0; d < D; d++) sum += x[d] * x[d];
-    const float factor = 1 / sqrtf(sum / (float)D + eps);
-    for (size_t d = 0; d < D; d++) x[d] *= factor * weight[d];
+/* RMSNorm of n numbers, in place. */
+static void normalise(float *restrict x, const float *restrict weight, size_t n, float eps) {
+    const float factor = norm_scale(x, n, eps);
+    for (size_t i = 0; i < n; i++) x[i] *= factor * weight[i];
 }
 
-/* Of a row of qkv: 1 / RMS of all of q and of all of k, for a norm that spans them. */
+/* Of a row of qkv: the factors of a norm that spans all of q, and of one that spans all of k. */
 struct whole {
     float q, k;
 };
 
-static float whole_factor(const float *restrict x, const float *restrict bias, size_t n,
-                          float eps) {
-    float sum = 0;
-    for (size_t i = 0; i < n; i++) {
-        const float value = x[i] + (bias ? bias[i] : 0);
-        sum += value * value;
-    }
-    return 1 / sqrtf(sum / (float)n + eps);
-}
-
-static struct whole whole_of_row(const struct engine *e, int layer, size_t t) {
+static struct whole whole_of_row(const struct engine *e, size_t t) {
     const struct config *c = e->config;
-    const float *bias = e->layer[layer].qkv_bias;
     const size_t query = (size_t)c->heads * (size_t)c->head_dim;
     const size_t key = (size_t)c->kv_heads * (size_t)c->head_dim;
     const float *row = (float *)engine_region(e, REGION_QKV) + t * (query + 2 * key);
-    return (struct whole){whole_factor(row, bias, query, c->norm_eps),
-                          whole_factor(row + query, bias ? bias + query : NULL, key, c->norm_eps)};
+    return (struct whole){norm_scale(row, query, c->norm_eps),
+                          norm_scale(row + query, key, c->norm_eps)};
 }
 
 /* What follows the product in some heads of q or k: bias, norm, RoPE; any may be NULL. whole: the factor of
@@ -259,10 +246,10 @@ static void qkv(struct member me, void *job) {
     const bool spans = c->qk_norm == QK_NORM_FULL;
     const struct span own = few ? (struct span){0, T} : share(me, T, CPU_PANEL);
     struct whole of_few[CPU_DECODE_ROWS], whole = {0, 0};
-    for (size_t t = 0; spans && few && t < T; t++) of_few[t] = whole_of_row(e, s->layer, t);
+    for (size_t t = 0; spans && few && t < T; t++) of_few[t] = whole_of_row(e, t);
     if (spans && few) team_barrier(me);
     for (size_t t = own.first; t < own.last; t++) {
-        if (spans) whole = few ? of_few[t] : whole_of_row(e, s->layer, t);
+        if (spans) whole = few ? of_few[t] : whole_of_row(e, t);
         for (size_t g = 0; g < G; g++)
             if (!few || attention_owner(g, me.count) == me.index)
                 finish_group(e, s->layer, t, g, whole);

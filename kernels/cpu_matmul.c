@@ -26,13 +26,6 @@
 
 /* ---- the input ---- */
 
-/* What RMSNorm multiplies a row with, besides its weights: 1 / sqrt(mean x^2 + eps). */
-static float norm_scale(const float *x, size_t K, float eps) {
-    v8f sum = {0};
-    for (size_t k = 0; k < K; k += 8) sum += load8(x + k) * load8(x + k);
-    return 1.0f / sqrtf(sum8(sum) / (float)K + eps);
-}
-
 /* Eight elements of a row, normalised where the product wants it. */
 INLINE v8f normalised8(const struct input *in, const float *x, size_t k, float scale) {
     v8f v = load8(x + k);

@@ -6,6 +6,7 @@
 
 #include "model/config.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -138,6 +139,13 @@ INLINE size_t weight_order(size_t k, size_t K, enum dtype dtype) {
     if (dtype == F32) return k;
     size_t block = k / 16 * 16, width = K - block < 16 ? K - block : 16;
     return block + (k % 2) * (width / 2) + (k - block) / 2;
+}
+
+/* 1 / sqrt(mean x^2 + eps), the factor of an RMSNorm; K is a multiple of 8. */
+INLINE float norm_scale(const float *x, size_t K, float eps) {
+    v8f sum = {0};
+    for (size_t k = 0; k < K; k += 8) sum += load8(x + k) * load8(x + k);
+    return 1.0f / sqrtf(sum8(sum) / (float)K + eps);
 }
 
 #endif

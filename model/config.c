@@ -227,6 +227,8 @@ int config_supported(const struct config *c, struct error *error) {
         {"a bias in the feed-forward part (ffn_bias)", c->ffn_bias},
         {"a feed-forward part without gate (gated)", !c->gated},
         {"learned positions", c->learned_positions},
+        {"biases before a norm of all of q (qkv_bias, qk_norm)",
+         c->qkv_bias && c->qk_norm == QK_NORM_FULL},
         {"experts", c->experts != 0},
     };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)

@@ -32,8 +32,8 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     const uint64_t width = (uint64_t)c->width, head_dim = (uint64_t)c->head_dim;
     const uint64_t heads = (uint64_t)c->heads, kv_heads = (uint64_t)c->kv_heads;
     const uint64_t ffn = (uint64_t)c->ffn, rows = (uint64_t)limits.chunk;
-    const uint64_t after =
-        c->norm_placement == NORM_BEFORE ? 0 : width; /* a product before its norm */
+    /* A product whose norm comes after it takes the place of q, k and v. */
+    const uint64_t product = c->norm_placement == NORM_BEFORE ? 0 : width;
     const uint64_t positions = (uint64_t)limits.context;
     const uint64_t caches = (uint64_t)c->layers * (uint64_t)limits.slots * kv_heads;
     const uint64_t m = dtype_size(c->weight_dtype);
@@ -42,7 +42,7 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     bytes[REGION_ROWS] = 12 * rows;
     bytes[REGION_ROPE] = 4 * (uint64_t)c->rope_tables * rows * (uint64_t)c->rotary_dims;
     bytes[REGION_X] = 4 * rows * width;
-    bytes[REGION_QKV] = 4 * rows * max((heads + 2 * kv_heads) * head_dim, after);
+    bytes[REGION_QKV] = 4 * rows * max((heads + 2 * kv_heads) * head_dim, product);
     bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
     if (limits.device) {
         const uint64_t tiled = (uint64_t)plan_device_rows(&limits);

@@ -90,7 +90,7 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
 
 /* What families have beside a Llama. */
 static void vary(struct config *c, bool gemma, bool olmo) {
-    c->qkv_bias = !gemma;
+    c->qkv_bias = !gemma && !olmo;
     c->qk_norm = gemma ? QK_NORM_HEAD : olmo ? QK_NORM_FULL : QK_NORM_NONE;
     c->norm_placement = gemma ? NORM_BEFORE_AND_AFTER : olmo ? NORM_AFTER : NORM_BEFORE;
     c->activation = gemma ? GELU_TANH : SILU;

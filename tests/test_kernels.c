@@ -249,8 +249,8 @@ static void check_step(struct step *s) {
 /* What families differ in, each about as often as not. */
 static void vary(struct config *c, int T, int position) {
     static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
-    c->qkv_bias = T % 3 == 1;
     c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
+    c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
     c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
     c->rope_tables = 1 + T % 2;
     c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;

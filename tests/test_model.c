@@ -198,8 +198,8 @@ static void test_flags_refused_by_name(void **state) {
         uint32_t value;
         const char *name;
     } flags[] = {
-        {104, 1, "LayerNorm"}, {120, 1, "out_bias"}, {124, 1, "ffn_bias"},
-        {132, 0, "gated"},     {140, 1, "learned"},  {176, 1, "experts"},
+        {104, 1, "LayerNorm"}, {120, 1, "out_bias"}, {124, 1, "ffn_bias"}, {132, 0, "gated"},
+        {140, 1, "learned"},   {176, 1, "experts"},  {128, 2, "qk_norm"},
     };
     struct tiny t = tiny_make();
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -209,6 +209,7 @@ static void test_flags_refused_by_name(void **state) {
         memcpy(copy, t.data + 64, sizeof copy);
         put_u32(copy + flags[i].offset, flags[i].value);
         if (flags[i].offset == 176) put_u32(copy + 180, 1); /* of which one is used */
+        if (flags[i].offset == 128) put_u32(copy + 116, 1); /* and biases before that norm */
         assert_int_equal(config_read(&config, copy, sizeof copy, &error), 0);
         assert_int_equal(config_supported(&config, &error), EXIT_BAD_FILE);
         assert_non_null(strstr(error.text, flags[i].name));
