@@ -1,6 +1,8 @@
 """What the tests of the exporter share."""
 
 import pytest
+import writers
+from exporting import export
 from golden import tiny
 
 
@@ -13,3 +15,11 @@ def tensors():
 def out(tmp_path):
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "model.bin"
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tensors, tmp_path_factory):
+    """The tiny Llama from one float32 safetensors file, as f32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    writers.hf_folder(folder / "tiny", tiny.CONFIG, tensors)
+    return export(folder / "tiny", folder / "model.bin", "--dtype", "f32")

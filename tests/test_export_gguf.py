@@ -1,0 +1,146 @@
+"""The exporter's numbers from GGUF files: the same weights in every kind of block."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import reader
+import writers
+from exporting import differs, export, put_together, small
+from golden import tiny
+from tokenizer_data import SMOLLM2, need
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_gguf_of_the_same_weights(tmp_path, tensors, tiny_file, kind):
+    held = {
+        name: gguf.dequantize(
+            gguf.quantize(values, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
+        )
+        if values.ndim == 2
+        else values
+        for name, values in tensors.items()
+    }
+    writers.gguf_file(tmp_path / "tiny.gguf", tiny.CONFIG, tensors, kind)
+    file = export(tmp_path / "tiny.gguf", tmp_path / "a.bin", "--dtype", "f32")
+    for name, values in put_together(tiny.CONFIG, held).items():
+        assert np.array_equal(file.tensors[name], values), name
+    # The factors in the file are float32, those of the config are not.
+    assert np.allclose(file.tensors["rope"], tiny_file.tensors["rope"], rtol=2e-7, atol=0)
+    assert differs(file, tiny_file) <= {"bos", "stops", "stop_count", "add_bos"}
+
+
+def blocks_of(kind: gguf.GGMLQuantizationType, shape, rng) -> np.ndarray:
+    """Random blocks, as bytes, whose values are finite and small."""
+    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    kept = []
+    for _ in range(200):
+        blocks = rng.integers(0, 256, (500, block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            values = gguf.dequantize(blocks, kind)
+            kept.append(blocks[(np.abs(values) < 1e4).all(1)])
+        if sum(map(len, kept)) >= 50:
+            break
+    rows, columns = shape
+    chosen = np.concatenate(kept)[rng.integers(0, sum(map(len, kept)), rows * columns // size)]
+    return chosen.reshape(rows, -1)
+
+
+DEQUANTISABLE = sorted(kind.name for kind in gguf.quants._type_traits)
+
+
+@pytest.mark.parametrize("kind", [name for name in DEQUANTISABLE if name != "BF16"])
+def test_gguf_blocks(tmp_path, kind):
+    """Every type that the gguf package can undo: the values are the package's, in our order."""
+    config, shapes = small(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64
+    )
+    quantised = gguf.GGMLQuantizationType[kind]
+    rng = np.random.default_rng(7)
+    source, held = {}, {}
+    for name, values in shapes.items():
+        source[name] = values if values.ndim == 1 else blocks_of(quantised, values.shape, rng)
+        held[name] = values if values.ndim == 1 else gguf.dequantize(source[name], quantised)
+    path = tmp_path / "model.gguf"
+    writers.gguf_file(path, config, source, kind)
+    file = export(path, tmp_path / "model.bin", "--dtype", "f32")
+    held["lm_head.weight"] = None
+    for name, values in put_together(config, held).items():
+        if values is not None:
+            assert np.array_equal(file.tensors[name], values), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels"), [("Q8_0", 127), ("Q4_0", 7), ("Q4_1", 7), ("Q5_0", 15), ("Q5_1", 15)]
+)
+def test_gguf_quantised_weights_are_near(tmp_path, kind, levels):
+    config, tensors = small(intermediate_size=160, hidden_size=96, head_dim=32)
+    writers.gguf_file(tmp_path / "q.gguf", config, tensors, kind)
+    near = export(tmp_path / "q.gguf", tmp_path / "q.bin", "--dtype", "f32")
+    writers.hf_folder(tmp_path / "exact", config, tensors)
+    exact = export(tmp_path / "exact", tmp_path / "exact.bin", "--dtype", "f32")
+    for name, values in exact.tensors.items():
+        limit = 0 if values.shape[0] == 1 or values.ndim == 1 else np.abs(values).max() / levels
+        if name != "rope":
+            assert np.abs(near.tensors[name] - values).max() <= limit * 1.01, name
+
+
+def test_gguf_linear_scaling(tmp_path):
+    config, tensors = small(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+
+    def new(metadata):
+        metadata.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        metadata.add_rope_scaling_factor(4.0)
+
+    def old(metadata):
+        metadata.add_float32("llama.rope.scale_linear", 2.0)
+
+    exact = 10000.0 ** (-np.arange(8) / 8)
+    for add, factor in ((None, 1), (new, 4), (old, 2)):
+        writers.gguf_file(tmp_path / "t.gguf", config, tensors, add=add)
+        file = export(tmp_path / "t.gguf", tmp_path / "model.bin")
+        assert np.array_equal(file.tensors["rope"][0], (exact / factor).astype(np.float32))
+
+
+def test_gguf_tokens(tmp_path, tensors):
+    """Ids of bos and pad, stops by key and by text, the shape of the chat."""
+    content = writers.byte_level_json(added=[("<|im_end|>", True), ("<|eot_id|>", False)])
+    vocab = content["model"]["vocab"]
+    tokens = [*vocab, "<|im_end|>", "<|eot_id|>", "<|endoftext|>"]
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(vocab) + [3, 4, 3])
+        writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+        writer.add_bos_token_id(7)
+        writer.add_eos_token_id(9)
+        writer.add_eot_token_id(11)
+        writer.add_pad_token_id(8)
+        writer.add_unk_token_id(6)
+        writer.add_chat_template("{{'<|im_start|>system\nBe kind.<|im_end|>'}}")
+
+    writers.gguf_file(tmp_path / "t.gguf", tiny.CONFIG, tensors, add=add)
+    file = export(tmp_path / "t.gguf", tmp_path / "model.bin")
+    config = file.config
+    assert (config["bos"], config["pad"], config["unk"], config["add_bos"]) == (7, 8, 6, 0)
+    # <|eot_id|> is an ordinary token here, and stops nothing.
+    assert config["stops"] == [9, 11, len(vocab), len(vocab) + 2]
+    assert config["vocab_used"] == len(tokens) and config["chat_shape"] == 3
+    assert file.tokenizer.endswith(b"Be kind.")
+
+
+def test_smollm2(tmp_path):
+    """The real file, against the golden logits of transformers at a few positions."""
+    golden = np.load(GOLDEN / "smollm2.npz")
+    file = export(need(SMOLLM2), tmp_path / "model.bin", "--dtype", "f32")
+    ids = golden["ids"][:9]
+    logits = reader.forward(file, ids)
+    error = np.abs(logits[:, golden["columns"]] - golden["f32_logits"][: len(ids)]).max()
+    assert error <= 1e-3 and np.array_equal(logits.argmax(1), golden["f32_argmax"][: len(ids)])
+    assert (file.config["stops"], file.config["bos"], file.config["chat_shape"]) == ([2, 0], 1, 3)
+    assert file.config["add_bos"] == 0 and file.config["vocab_used"] == 49152
