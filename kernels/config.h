@@ -71,6 +71,9 @@ enum {
      * 1000, 2000: 3702, 3734, 3816 us a step against 3705 at 1000 and 3759 at 2000 with a form for long
      * ones; 1B (64): 705, 714, 735 against 742 and 756. */
     CUDA_NEAR_VALUES = 96 << 10,
+    /* What a ring of cached positions is a multiple of: the tiles of attention of many rows, which begin at
+     * multiples of their length and so lie in one piece. */
+    CUDA_RING = 128,
     /* Shared memory that a block must be able to take for the streams of cuda_decode.cu and
      * cuda_matmul_few.cu: data-centre chips from Hopper on have 227 KB, others of their age 99. */
     CUDA_STREAM_SHARED = 200 << 10,

@@ -53,8 +53,8 @@ static void multiply(const struct engine *e, const struct product *p) {
         cuda_matmul(b, p);
 }
 
-/* W [N, K] against the norm of T rows of x from `first` on. Its first half may be there already;
- * else it is made. */
+/* W [N, K] against the norm of T rows of x from `first` on, or against x where gamma is NULL. Its first half
+ * may be there already; else it is made. */
 static struct product product_of_norm(struct engine *e, const float *gamma, int first,
                                       const void *W, int T, int N) {
     struct cuda_backend *b = backend_of(e);
@@ -66,19 +66,38 @@ static struct product product_of_norm(struct engine *e, const float *gamma, int 
     p.W = W;
     p.in = engine_region(e, REGION_PANELS);
     p.in_rows = plan_device_rows(&e->plan.limits);
-    if (b->normed.gamma == gamma && first + T <= b->normed.rows) {
+    const bool ready = b->normed.gamma == gamma && first + T <= b->normed.rows;
+    if (ready) {
         p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
         p.in_rows -= first;
+    } else {
+        b->normed.rows = 0; /* of REGION_PANELS */
+        cuda_norm(e, gamma, first, T);
+    }
+    if (ready && gamma) {
         p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
         p.parts = b->normed.parts;
         p.squares_stride = b->normed.stride;
         p.eps = e->config->norm_eps;
-    } else {
-        b->normed.gamma = NULL; /* of REGION_PANELS */
-        cuda_norm(e, gamma, first, T);
+    } else if (gamma) {
         p.scale = (const float *)engine_region(e, REGION_SCALES);
     }
     return p;
+}
+
+/* What a kernel that has whole rows of x prepares for the product after them, which begins with this norm
+ * (NULL: with none). */
+static struct prepared prepare(struct engine *e, int T, const float *gamma) {
+    struct cuda_backend *b = backend_of(e);
+    struct prepared next = {};
+    if (!prepares(e, T)) return next;
+    next.gamma = b->normed.gamma = gamma;
+    next.in = engine_region(e, REGION_PANELS);
+    next.squares = (float *)engine_region(e, REGION_SQUARES);
+    b->normed.rows = T;
+    b->normed.parts = 1;
+    b->normed.stride = cuda_squares_stride(T);
+    return next;
 }
 
 /* ---- the operators ---- */
@@ -102,11 +121,10 @@ static void cuda_set_rows(struct engine *e, const int32_t *tokens, int count, in
 
 static void cuda_embed(struct engine *e, struct rows rows) {
     struct cuda_backend *b = backend_of(e);
-    b->normed.gamma = prepares(e, rows.count) ? e->layer[0].norm_attention : NULL;
-    b->normed.rows = rows.count;
-    b->normed.parts = 1;
-    b->normed.stride = cuda_squares_stride(rows.count);
-    cuda_embed_rows(e, rows, b->normed.gamma);
+    b->normed.rows = 0;
+    b->pending = {};
+    const struct prepared next = prepare(e, rows.count, e->layer[0].norm_attention);
+    cuda_embed_rows(e, rows, &next);
 }
 
 static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
@@ -120,7 +138,7 @@ static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
     struct product p = product_of_norm(e, w->norm_attention, 0, w->qkv, rows.count, N);
     p.epilogue = EPILOGUE_QKV;
     p.heads = cuda_heads(e, layer);
-    if (has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
+    if (c->qk_norm == QK_NORM_NONE && has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
         cuda_matmul_hopper(backend_of(e), &p);
         return;
     }
@@ -128,7 +146,7 @@ static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
     p.y = (float *)engine_region(e, REGION_QKV);
     p.y_stride = N;
     multiply(e, &p);
-    cuda_rope(e, layer, rows);
+    cuda_finish_heads(e, layer, rows);
 }
 
 static void cuda_attend(struct engine *e, int layer, struct rows rows) {
@@ -147,9 +165,12 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.H = c->heads;
     a.G = c->kv_heads;
     a.D = c->head_dim;
-    a.S = e->plan.limits.context;
+    a.R = cuda_ring(e, layer);
+    a.window = c->layer[layer].window ? c->layer[layer].window : (int)ALL_POSITIONS;
     a.scale = c->attention_scale;
-    const bool near = cuda_is_short(e, rows.count); /* speed alone depends on it */
+    a.cap = c->attention_cap;
+    const bool near = cuda_is_short(e, rows.count) ||
+                      a.window <= cuda_near(e, rows.count); /* speed alone depends on it */
     if (c->weight_dtype == F32)
         cuda_attention_f32(b, &a);
     else if (rows.count == 1 && near && on_hopper(e) && cuda_attention_near_takes(&a))
@@ -177,7 +198,7 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     const struct config *c = e->config;
     struct cuda_backend *b = backend_of(e);
     const bool out = which == ATTENTION_OUT;
-    b->normed.gamma = NULL;
+    b->normed.rows = 0;
     if (streams(e, rows.count)) {
         cuda_decode_project(e, layer, which);
         return;
@@ -191,8 +212,18 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     p.W = out ? e->layer[layer].out : e->layer[layer].down;
     p.in = engine_region(e, out ? REGION_A : REGION_H);
     p.in_rows = plan_device_rows(&e->plan.limits);
-    p.y = (float *)engine_region(e, REGION_X);
     p.y_stride = c->width;
+    const float *after = out ? e->layer[layer].after_attention : e->layer[layer].after_ffn;
+    if (after) {
+        p.epilogue = EPILOGUE_STORE;
+        p.y = (float *)engine_region(e, REGION_QKV);
+        multiply(e, &p);
+        const struct prepared next = prepare(e, rows.count, norm_after(e, layer, which));
+        cuda_add_normed(e, rows.count, (const float *)engine_region(e, REGION_X), p.y, after,
+                        &next);
+        return;
+    }
+    p.y = (float *)engine_region(e, REGION_X);
     if (prepares(e, rows.count)) {
         p.gamma = norm_after(e, layer, which);
         p.next = engine_region(e, REGION_PANELS);
@@ -216,6 +247,7 @@ static void cuda_gate_up(struct engine *e, int layer, struct rows rows) {
         product_of_norm(e, w->norm_ffn, 0, w->gate_up, rows.count, 2 * e->config->ffn);
     p.epilogue = EPILOGUE_ACTIVATE;
     p.h = engine_region(e, REGION_H);
+    p.activation = e->config->activation;
     multiply(e, &p);
 }
 
@@ -224,14 +256,15 @@ static void cuda_classify(struct engine *e, struct rows rows) {
     if (rows.classified == 0) return;
     if (streams(e, rows.count)) {
         cuda_decode_classify(e);
-        return;
+    } else {
+        struct product p = product_of_norm(e, e->norm_final, rows.count - rows.classified,
+                                           e->classifier, rows.classified, c->vocab_used);
+        p.epilogue = EPILOGUE_STORE;
+        p.y = (float *)engine_region(e, REGION_LOGITS);
+        p.y_stride = c->vocab;
+        multiply(e, &p);
     }
-    struct product p = product_of_norm(e, e->norm_final, rows.count - rows.classified,
-                                       e->classifier, rows.classified, c->vocab_used);
-    p.epilogue = EPILOGUE_STORE;
-    p.y = (float *)engine_region(e, REGION_LOGITS);
-    p.y_stride = c->vocab;
-    multiply(e, &p);
+    if (c->final_cap > 0) cuda_cap_logits(e, rows);
 }
 
 /* ---- results ---- */

@@ -52,8 +52,11 @@ __device__ __forceinline__ void store_four(bf16 *to, float4 x) {
     *(uint2 *)to = make_uint2(pack_halves(x.x, x.y), pack_halves(x.z, x.w));
 }
 
-__device__ __forceinline__ float silu(float x) {
-    return __fdividef(x, 1.0f + __expf(-x));
+/* SiLU, x / (1 + e^-x), or GELU (arXiv 1606.08415) by the tanh that it is nearly: 0.5 x (1 + tanh u) =
+ * x / (1 + e^-2u). */
+__device__ __forceinline__ float activate(float x, bool gelu) {
+    const float two_u = 1.5957691216f * (x + 0.044715f * x * x * x);
+    return __fdividef(x, 1.0f + __expf(gelu ? -two_u : -x));
 }
 
 /* 2^x to 2 ulp; -inf gives 0. */
@@ -64,6 +67,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 constexpr float LOG2_E = 1.4426950408889634f; /* e^x = 2^(x log2 e) */
+
+/* cap tanh(x / cap), to about cap 2^-22. */
+__device__ __forceinline__ float capped(float x, float cap) {
+    return cap - 2.0f * cap * __fdividef(1.0f, 1.0f + exp2_fast(x * (2.0f * LOG2_E / cap)));
+}
 
 /* ---- warps ---- */
 

@@ -23,12 +23,17 @@ struct cuda_backend {
     bool rows_set;              /* by the host since the last draw */
     int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
     /* What the kernel that last wrote x has left in REGION_PANELS and REGION_SQUARES for the
-     * product after it: x times the weights of this norm, and sums of squares in so many parts.
-     * NULL: nothing. */
+     * product after it: x times the weights of this norm, and sums of squares in so many parts. */
     struct {
-        const float *gamma;
-        int rows, parts, stride; /* stride: from one part to the next */
+        const float *gamma;      /* NULL: x itself, no norm comes before the product */
+        int rows, parts, stride; /* rows 0: nothing; stride: from one part to the next */
     } normed;
+    /* Of a step of one row, where a norm follows a product (cuda_decode.cu): what is still to be added to
+     * x, by the product after it. */
+    struct {
+        const float *product, *gamma; /* f32 [C]; product NULL: nothing */
+        bool moved;                   /* x lies in the other of its two places */
+    } pending;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     int tile;           /* of products of many rows, where tests ask for one (cuda_one_tile) */
     struct error error; /* the first failure of a call; what is asked for after it does nothing */
@@ -44,11 +49,13 @@ static inline struct cuda_backend *backend_of(const struct engine *e) {
     return (struct cuda_backend *)e->backend;
 }
 
-/* Whether the cache is short when the next step of so many rows has been made. Attention has a form for
- * either, and steps have a graph. */
+/* The positions up to which the cache counts as short for a step of so many rows, and whether it is when
+ * the next one has been made. Attention has a form for either, and steps have a graph. */
+static inline int cuda_near(const struct engine *e, int rows) {
+    return rows == 1 ? CUDA_NEAR_VALUES / e->config->head_dim : CUDA_NEAR;
+}
 static inline bool cuda_is_short(const struct engine *e, int rows) {
-    const int most = rows == 1 ? CUDA_NEAR_VALUES / e->config->head_dim : CUDA_NEAR;
-    return backend_of(e)->position + rows <= most;
+    return backend_of(e)->position + rows <= cuda_near(e, rows);
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions; on the device. */
@@ -56,10 +63,18 @@ static inline int32_t *cuda_row_numbers(const struct engine *e, int which) {
     return (int32_t *)engine_region(e, REGION_ROWS) + (size_t)which * (size_t)e->plan.limits.chunk;
 }
 
-/* Keys or values of a layer: m [slots, G, S, D]. */
+/* Positions that a layer's cache holds, R. */
+static inline int cuda_ring(const struct engine *e, int layer) {
+    return plan_device_ring(e->config, &e->plan.limits, layer);
+}
+
+/* Keys or values of a layer: m [slots, G, R, D]. */
 static inline void *cuda_layer_cache(const struct engine *e, enum region region, int layer) {
-    const size_t bytes = e->plan.region[region].bytes / (size_t)e->config->layers;
-    return (char *)engine_region(e, region) + (size_t)layer * bytes;
+    size_t before = 0; /* positions of the layers before it */
+    for (int l = 0; l < layer; l++) before += (size_t)cuda_ring(e, l);
+    return (char *)engine_region(e, region) +
+           before * (size_t)e->plan.limits.slots * (size_t)e->config->kv_heads *
+               (size_t)e->config->head_dim * dtype_size(e->config->weight_dtype);
 }
 
 /* f32 [V]: the logits of a classified row. */
@@ -132,17 +147,18 @@ __host__ __device__ inline int divide_up(int n, int by) {
 enum epilogue {
     EPILOGUE_STORE,    /* y[T, N] = s */
     EPILOGUE_ADD,      /* y[T, N] += s */
-    EPILOGUE_ACTIVATE, /* h[T, N/2] = silu(s of row n) s of row N/2 + n: gate and up, F = N/2 */
+    EPILOGUE_ACTIVATE, /* h[T, N/2] = act(s of row n) s of row N/2 + n: gate and up, F = N/2 */
     EPILOGUE_QKV       /* q, and k and v into the cache, of heads; cuda_matmul_hopper alone */
 };
 
-/* Where q, k and v of a layer go, and how they turn (RoPE, arXiv 2104.09864). */
+/* Where q, k and v of a layer go, their bias, and how they turn (RoPE, arXiv 2104.09864). */
 struct heads {
     void *q;                          /* m [T, H, D] */
-    void *keys, *values;              /* m [slots, G, S, D] of this layer */
-    const int32_t *slots, *positions; /* [T] */
+    void *keys, *values;              /* m [slots, G, R, D] of this layer */
+    const int32_t *slots, *positions; /* [T]; position s lies at s mod R */
+    const float *bias;                /* f32 [(H + 2G) D]; NULL: none */
     const float *rope;                /* f32 [T, 2, half], cosines and sines; NULL: nothing turns */
-    int H, G, D, S, half;             /* dimension j < half turns with j + half */
+    int H, G, D, R, half;             /* dimension j < half turns with j + half */
 };
 
 /* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any; on
@@ -158,6 +174,7 @@ struct product {
     float *y;           /* f32 [T, y_stride] */
     int y_stride;
     void *h; /* m [T, N/2] */
+    enum activation activation;
     /* cuda_matmul_hopper alone. A norm before it: scale[t] = 1 / sqrt(sum of its squares / K +
      * eps), squares f32 [parts, squares_stride]; NULL: scale says it. */
     const float *squares;
@@ -197,36 +214,67 @@ void cuda_decode_qkv(struct engine *e, int layer);
 void cuda_decode_project(struct engine *e, int layer, enum projection which);
 void cuda_decode_gate_up(struct engine *e, int layer);
 void cuda_decode_classify(struct engine *e);
+/* Adds to x what is pending, for who looks at it between two operators. */
+void cuda_decode_settle(struct engine *e);
 
 /* ---- rows (cuda_rows.cu) ---- */
 
 /* in = m [T, C] = x gamma, rounded, into REGION_PANELS; scale[t] = 1 / sqrt(mean(x^2) + eps) into
- * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. */
+ * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. gamma NULL: x
+ * itself. */
 void cuda_norm(struct engine *e, const float *gamma, int first, int count);
 
-/* x = embeddings, and REGION_ROPE. gamma: also x gamma and one part of the sums of squares (struct
- * product says how); NULL: not. */
-void cuda_embed_rows(struct engine *e, struct rows rows, const float *gamma);
+/* The same for the product after it, by the kernel that writes x: x gamma into REGION_PANELS, one part of
+ * the sums of squares into REGION_SQUARES (struct product says how). */
+struct prepared {
+    const float *gamma; /* f32 [C]; NULL: x itself */
+    void *in;           /* m [T, C]; NULL: nothing is prepared */
+    float *squares;     /* f32 [T] */
+};
+
+/* x = embeddings, and REGION_ROPE. */
+void cuda_embed_rows(struct engine *e, struct rows rows, const struct prepared *next);
+
+/* x = from + RMSNorm(y) of rows of f32 [T, C]; from may be x. */
+void cuda_add_normed(struct engine *e, int rows, const float *from, const float *y,
+                     const float *gamma, const struct prepared *next);
+
+/* logits[classified, V] = cap tanh(logits / cap). */
+void cuda_cap_logits(struct engine *e, struct rows rows);
+
+/* ---- heads (cuda_heads.cu) ---- */
 
 /* Of a layer and the rows that are set. */
 struct heads cuda_heads(const struct engine *e, int layer);
 
-/* REGION_QKV -> RoPE -> q into REGION_Q, k and v into the cache. */
-void cuda_rope(struct engine *e, int layer, struct rows rows);
+/* REGION_QKV -> bias, norms of q and k, RoPE -> q into REGION_Q, k and v into the cache. */
+void cuda_finish_heads(struct engine *e, int layer, struct rows rows);
 
 /* ---- attention ---- */
 
-/* One layer: q m [T, H, D] -> out m [T, H, D]. The cache holds what the rows' own positions need. */
+/* The window of a layer without one. */
+enum { ALL_POSITIONS = 1 << 30 };
+
+/* One layer: q m [T, H, D] -> out m [T, H, D]. The cache holds what the rows see; where the
+ * tiles of cuda_attention_hopper or cuda_attention_prefill begin before a window, there are numbers too. */
 struct cuda_attention {
     const void *q;
     void *out;
-    const void *keys, *values;        /* m [slots, G, S, D], of this layer */
-    const int32_t *slots, *positions; /* [T]: a row sees positions 0 to its own of its slot */
+    const void *keys, *values;        /* m [slots, G, R, D], of this layer */
+    const int32_t *slots, *positions; /* [T]: a row sees positions up to its own of its slot */
     float *parts;                     /* f32, REGION_PARTS (plan.h) */
     unsigned *counters;               /* REGION_COUNTERS, zero before and after */
-    int T, H, G, D, S;
+    int T, H, G, D;
+    int R;      /* position s lies at s mod R */
+    int window; /* a row sees so many positions, its own the last */
     float scale;
+    float cap; /* scores s become cap tanh(s / cap); 0: none */
 };
+
+/* The first position that a row at this one sees. */
+__host__ __device__ inline int first_seen(const struct cuda_attention &a, int position) {
+    return position >= a.window ? position - a.window + 1 : 0;
+}
 
 /* Calls launch with the head size as a type, if attention with splits or wgmma has instances for it. */
 template <int D_> struct head_size { static constexpr int D = D_; };

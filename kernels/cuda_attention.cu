@@ -1,8 +1,8 @@
 /* Attention of a prompt or a chunk of one, bf16, from sm_80 on (arXiv 2205.14135, 2307.08691).
  *
- * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions 0 to positions[0] + t of
- *           slot slots[0]; head h reads the cache of head h G / H.
- *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, S, D].
+ * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions up to positions[0] + t that a
+ *           row sees of slot slots[0]; head h reads the cache of head h G / H. Scores may have a cap.
+ *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, R, D].
  * Queries   the H/G heads of a group share K and V: query i of a group is head i % (H/G) of row
  *           i / (H/G). So one tile of K and V serves them all, a short chunk fills its blocks, and
  *           few positions lie on the diagonal, where work is masked away.
@@ -17,8 +17,8 @@
  * Numerics  scores and sums f32, the weights rounded to bf16 for the second product. Weights are
  *           2^(score - top), where top follows the row's maximum only once that is more than 8
  *           ahead: the quotient is the same, and the sums are seldom rescaled. Nothing past the
- *           last row's position is read; K and V are zeros there, and scores past a row's own
- *           position become -inf by selection. A NaN in a later row's V does reach the rows of its
+ *           last row's position is read; K and V are zeros there, and scores of what a row does not
+ *           see become -inf by selection. A NaN in a later row's V does reach the rows of its
  *           tile, whose weight for it is zero: the model is broken, and the last row says so.
  * Needs     D a multiple of 8, at most 256; scale > 0; q, keys and values on 16 bytes, out on 4. */
 #include "kernels/cuda.cuh"
@@ -171,10 +171,11 @@ __device__ __forceinline__ void multiply_values(sums<C> &found, const scores<C> 
 
 /* ---- softmax ---- */
 
-/* No weight for what lies after a query's own position. first: the position of the tile's first key
- * less that of row 0; query: the lane's first. */
+/* No weight for what a query does not see. first: the position of the tile's first key less that of row
+ * 0; query: the lane's first. */
 template <class C>
-__device__ __forceinline__ void mask(scores<C> &s, int first, int query, int per_group) {
+__device__ __forceinline__ void mask(scores<C> &s, int first, int query, int per_group,
+                                     int window) {
 #pragma unroll
     for (int m = 0; m < C::TILES; m++)
 #pragma unroll
@@ -185,8 +186,20 @@ __device__ __forceinline__ void mask(scores<C> &s, int first, int query, int per
             for (int n = 0; n < C::KEYS / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if (n * 8 + i > seen) s[m][n][half * 2 + i] = -INFINITY;
+                    if (n * 8 + i > seen || n * 8 + i <= seen - window)
+                        s[m][n][half * 2 + i] = -INFINITY;
         }
+}
+
+/* Scores with a cap, in natural units. */
+template <class C>
+__device__ __forceinline__ void cap_scores(scores<C> &s, float scale, float cap) {
+#pragma unroll
+    for (int m = 0; m < C::TILES; m++)
+#pragma unroll
+        for (int n = 0; n < C::KEYS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[m][n][i] = capped(s[m][n][i] * scale, cap);
 }
 
 /* Moves top where a row's maximum has run away from it. factor: scale log2 e. */
@@ -225,7 +238,7 @@ __device__ __forceinline__ void follow_top(sums<C> &found, const scores<C> &s, f
         }
 }
 
-/* Scores become weights. The first tile holds position 0, which every row sees: top is finite. */
+/* Scores become weights. top is finite, so that a row which sees nothing of a tile finds weights of 0. */
 template <class C>
 __device__ __forceinline__ void weigh(sums<C> &found, scores<C> &s, float factor) {
     follow_top<C>(found, s, factor);
@@ -247,7 +260,7 @@ template <class C> __device__ __forceinline__ void find_nothing(sums<C> &found) 
     for (int m = 0; m < C::TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            found.top[m][half] = -INFINITY;
+            found.top[m][half] = -0x1p100f;
             found.sum[m][half] = 0;
 #pragma unroll
             for (int n = 0; n < C::D / 8; n++)
@@ -293,18 +306,19 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int first = (gridDim.x - 1 - blockIdx.x) / a.G * C::ROWS; /* query of the block */
     const int own = first + warp * 16 * C::TILES;                   /* first query of the warp */
-    const float factor = a.scale * LOG2_E;
+    const float factor = a.cap > 0 ? LOG2_E : a.scale * LOG2_E;
     start_dependents();
     wait_for_inputs();
 
-    const int start = a.positions[0];                                            /* of row 0 */
+    const int start = a.positions[0]; /* of row 0 */
+    const int begin = first_seen(a, start + first / per_group) / C::KEYS * C::KEYS;
     const int end = start + min(first + C::ROWS - 1, count - 1) / per_group + 1; /* positions */
     const int own_first = start + own / per_group; /* position of the warp's first and last query */
     const int own_last =
         own < count ? start + min(own + 16 * C::TILES - 1, count - 1) / per_group : -1;
+    const int own_hidden = first_seen(a, own_last); /* what the last one does not see */
     const unsigned row = threadIdx.x / C::SIDE, column = threadIdx.x % C::SIDE * 8; /* to copy */
-    size_t next =
-        (((size_t)a.slots[0] * a.G + group) * a.S + row) * width + column; /* of the cache */
+    size_t next = (((size_t)a.slots[0] * a.G + group) * a.R + begin % a.R + row) * width + column;
 
     const auto copy_tile = [&](int position, uint32_t to) {
         const bf16 *k = (const bf16 *)a.keys + next, *v = (const bf16 *)a.values + next;
@@ -314,6 +328,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
                               [&](unsigned i) { return v + i * C::STEP * width; });
         copy_async_commit();
         next += (size_t)C::KEYS * width;
+        if ((position + C::KEYS) % a.R == 0) next -= (size_t)a.R * width; /* around the ring */
     };
     copy_rows<C, C::ROWS>(q, count - first, width, [&](unsigned i) {
         const int query = first + (int)(row + i * C::STEP);
@@ -321,30 +336,32 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
             (size_t)(query / per_group) * a.H + group * per_group + query % per_group;
         return (const bf16 *)a.q + head * width + column;
     });
-    copy_tile(0, stages);
+    const auto stage_of = [&](int position) {
+        return stages + position / C::KEYS % 2 * 2 * C::TILE_BYTES;
+    };
+    copy_tile(begin, stage_of(begin));
 
     const lane_row query = row_of_lane<C>(q, own - first + threadIdx.x % 16, threadIdx.x % 32 / 16);
     sums<C> found;
     queries<C> kept;
     find_nothing<C>(found);
-    for (int position = 0; position < end; position += C::KEYS) {
-        const uint32_t tile = stages + position / C::KEYS % 2 * 2 * C::TILE_BYTES;
+    for (int position = begin; position < end; position += C::KEYS) {
+        const uint32_t tile = stage_of(position);
         copy_async_wait<0>();
         __syncthreads(); /* this tile is written | every warp reads it; and every warp has read the
                             one before | the copies of the next overwrite it */
-        if (position + C::KEYS < end)
-            copy_tile(position + C::KEYS,
-                      stages + (position / C::KEYS + 1) % 2 * 2 * C::TILE_BYTES);
+        if (position + C::KEYS < end) copy_tile(position + C::KEYS, stage_of(position + C::KEYS));
         if (position > own_last) continue;
-        if (C::KEPT && position == 0) {
+        if (C::KEPT && position == begin) {
 #pragma unroll
             for (int step = 0; step < C::D / 16; step++)
                 load_queries<C>(kept[C::KEPT ? step : 0], query, step);
         }
         scores<C> s;
         multiply_keys<C>(s, kept, query, tile);
-        if (position + C::KEYS - 1 > own_first)
-            mask<C>(s, position - start, own + threadIdx.x % 32 / 4, per_group);
+        if (a.cap > 0) cap_scores<C>(s, a.scale, a.cap);
+        if (position + C::KEYS - 1 > own_first || position < own_hidden)
+            mask<C>(s, position - start, own + threadIdx.x % 32 / 4, per_group, a.window);
         weigh<C>(found, s, factor);
         multiply_values<C>(found, s, tile + C::TILE_BYTES);
     }

@@ -11,8 +11,8 @@ enum {
 
 /* ---- the kernel ---- */
 
-/* out[t, h] = softmax(scale q[t, h] K^T) V over positions 0 to positions[t] of slot slots[t].
- * In, out   q bf16 [T, H, D], out bf16 [T, H, D], K and V bf16 [slots, G, S, D]; nothing aliases.
+/* out[t, h] = softmax(scale q[t, h] K^T) V over the positions that row t sees of slot slots[t].
+ * In, out   q bf16 [T, H, D], out bf16 [T, H, D], K and V bf16 [slots, G, R, D]; nothing aliases.
  * Grid      (parts, groups of queries, G). A block owns one part of the positions for 8 SETS queries
  *           of a kv head, heads of rows that follow each other; its warps take tiles in turn. Where
  *           the rows are not consecutive positions of one slot, it takes row by row. The last block
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
         to = together ? last : min(last, (cut.row(from) + 1) * cut.ratio);
         const struct work w = work_of(a, cut, {WHOLE, PART_LEAST, PART_ROUND}, from, to);
         if (w.index < w.count) {
-            attend<S, SETS>(a, w, ring, (float *)shared);
+            attend<S, SETS, false>(a, w, ring, (float *)shared);
             merge<S>(a, w, (const float *)shared);
         } else {
             wait_for_inputs();

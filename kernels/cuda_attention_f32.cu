@@ -1,8 +1,8 @@
 /* Attention of f32 models, for any rows: one token, many sequences, a prompt.
  *
- * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions 0 to positions[t] of slot
- *           slots[t]; head h reads the cache of head h G / H.
- *           q, out f32 [T, H, D]; keys, values f32 [slots, G, S, D].
+ * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions that row t sees of slot
+ *           slots[t]; head h reads the cache of head h G / H. Scores may have a cap.
+ *           q, out f32 [T, H, D]; keys, values f32 [slots, G, R, D].
  * Queries   a block has up to 16 queries of one group: heads of one row, or, in steps of more than
  *           CUDA_DECODE_ROWS rows, heads of a few. They share each tile of K and V if their rows
  *           are of one slot; rows of different slots follow one another.
@@ -103,13 +103,13 @@ __device__ __forceinline__ void open_queries(const step &s, struct found &found,
     __syncwarp(); /* q of the warp is written | its lanes read it */
 }
 
-/* KEYS rows of the cache, zeros from row `valid` on. */
+/* KEYS rows of the cache, zeros before row `hidden` and from row `valid` on. */
 __device__ __forceinline__ void copy_tile(float *to, int stride, const float *from, int D,
-                                          int valid) {
+                                          int hidden, int valid) {
     for (int row = threadIdx.x / 32; row < KEYS; row += WARPS)
         for (int d = threadIdx.x % 32 * 4; d < D; d += 128)
             copy_async_16(shared_address(to + row * stride + d), from + (size_t)row * D + d,
-                          row < valid);
+                          row >= hidden && row < valid);
 }
 
 /* The lane's position against the warp's queries. */
@@ -130,14 +130,14 @@ __device__ __forceinline__ void score(float s[OWN], const float *q, const float 
     }
 }
 
-/* Scores become weights, in shared memory. seen: positions of the tile that a query sees, from the
- * first on; a query that sees none keeps what it has. */
-__device__ __forceinline__ void weigh(struct found &found, const float s[OWN], const int seen[OWN],
-                                      float *weight) {
+/* Scores become weights, in shared memory. Of the tile a query sees positions hidden to seen - 1; one that
+ * sees none keeps what it has. */
+__device__ __forceinline__ void weigh(struct found &found, const float s[OWN],
+                                      const int hidden[OWN], const int seen[OWN], float *weight) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        const float own = lane < seen[i] ? s[i] : -INFINITY;
+        const float own = lane >= hidden[i] && lane < seen[i] ? s[i] : -INFINITY;
         const float top = fmaxf(found.top[i], warp_max(own));
         const float shift = top > -INFINITY ? top : 0; /* -inf: nothing seen yet */
         const float keep = expf(found.top[i] - shift), w = expf(own - shift);
@@ -222,37 +222,45 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) attention_f32(const step s) {
                  group * per_group + blockIdx.y % portions * s.heads, (group + 1) * per_group);
 
     for (int row = first_row, next; row < last_row; row = next) {
-        /* Rows row to next - 1 are of one slot; they see positions up to end - 1. */
+        /* Rows row to next - 1 are of one slot; they see positions begin to end - 1. */
         const int slot = a.slots[row];
-        int end = 0, length[OWN], longest = 0;
-        for (next = row; next < last_row && a.slots[next] == slot; next++)
+        int begin = ALL_POSITIONS, end = 0, length[OWN], longest = 0;
+        for (next = row; next < last_row && a.slots[next] == slot; next++) {
+            begin = min(begin, first_seen(a, a.positions[next]));
             end = max(end, a.positions[next] + 1);
+        }
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const bool here = found.row[i] >= row && found.row[i] < next;
             length[i] = here ? a.positions[found.row[i]] + 1 : 0;
             longest = max(longest, length[i]);
         }
-        const size_t cache = ((size_t)slot * a.G + group) * a.S * D;
-        const int part_size = part_length(end, s.parts), from = part * part_size;
+        const size_t cache = ((size_t)slot * a.G + group) * a.R * D;
+        const int first_tile = begin / KEYS * KEYS;
+        const int part_size = part_length(end - first_tile, s.parts);
+        const int from = first_tile + part * part_size;
         if (from >= end) return; /* no such part: nobody will read it */
         const int to = min(from + part_size, end);
 
         for (int position = from; position < to; position += KEYS) {
-            const size_t tile = cache + (size_t)position * D;
+            const size_t tile = cache + (size_t)(position % a.R) * D;
             __syncthreads(); /* every warp has read the tile before | the copies overwrite it */
-            copy_tile(k, D + 4, (const float *)a.keys + tile, D, to - position);
-            copy_tile(v, D, (const float *)a.values + tile, D, to - position);
+            copy_tile(k, D + 4, (const float *)a.keys + tile, D, begin - position, to - position);
+            copy_tile(v, D, (const float *)a.values + tile, D, begin - position, to - position);
             copy_async_commit();
             copy_async_wait<0>();
             __syncthreads(); /* the tile is written | every warp reads it */
             if (position >= longest) continue;
             float scores[OWN];
-            int seen[OWN];
-#pragma unroll
-            for (int i = 0; i < OWN; i++) seen[i] = length[i] - position;
+            int hidden[OWN], seen[OWN];
             score(scores, own_q, k + lane * (D + 4), D);
-            weigh(found, scores, seen, own_weights);
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                hidden[i] = first_seen(a, length[i] - 1) - position;
+                seen[i] = length[i] - position;
+                if (a.cap > 0) scores[i] = a.cap * tanhf(scores[i] / a.cap);
+            }
+            weigh(found, scores, hidden, seen, own_weights);
             add_values(found, own_weights, v, D);
         }
     }
@@ -268,8 +276,8 @@ __global__ void __launch_bounds__(THREADS) attention_f32_merge(const step s) {
     start_dependents();
     wait_for_inputs();
 
-    const int length = a.positions[row] + 1, size = part_length(length, s.parts);
-    const int parts = (length + size - 1) / size;
+    const int seen = a.positions[row] + 1 - first_seen(a, a.positions[row]) / KEYS * KEYS;
+    const int size = part_length(seen, s.parts), parts = (seen + size - 1) / size;
     const float *first = stored_part(a, row, 0, head);
     float top = -INFINITY, sum = 0;
     for (int p = 0; p < parts; p++) top = fmaxf(top, first[p * stride + D]);
@@ -295,7 +303,7 @@ void cuda_attention_f32(struct cuda_backend *b, const struct cuda_attention *a) 
     struct step s = {*a, QUERIES / heads, heads, 1};
     if (a->T <= CUDA_DECODE_ROWS) {
         const int wanted = BLOCKS * b->multiprocessors / blocks;
-        const int most = (a->S + CUDA_PART_POSITIONS - 1) / CUDA_PART_POSITIONS;
+        const int most = (a->R + CUDA_PART_POSITIONS - 1) / CUDA_PART_POSITIONS;
         s.rows = 1;
         s.parts = wanted < most ? wanted : most;
         if (s.parts > CUDA_PARTS) s.parts = CUDA_PARTS;

@@ -65,8 +65,8 @@ template <class S>
 __device__ __forceinline__ void produce(const struct cuda_attention &a, const struct work &w,
                                         uint32_t ring, uint64_t *full, uint64_t *empty) {
     const int lane = threadIdx.x % 32, half = lane % 2;
-    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.S * S::D;
-    const bf16 *from = (const bf16 *)(lane / 2 ? a.values : a.keys) + start;
+    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.R * S::D;
+    const bf16 *cache = (const bf16 *)(lane / 2 ? a.values : a.keys) + start;
     const uint32_t to = ring + lane / 2 * S::tile_bytes + half * S::half_bytes;
     struct place<S> at = {
         0, 1
@@ -85,10 +85,15 @@ __device__ __forceinline__ void produce(const struct cuda_attention &a, const st
         if (lane == 0) barrier_expect(barrier, (uint32_t)(2 * valid * S::row_bytes));
         __syncwarp(); /* the bytes are expected, before they come */
         const int rows = min(valid - half * S::tile / 2, S::tile / 2);
+        const int first = place_in_ring(a, begin + half * S::tile / 2);
+        const int straight = min(rows, a.R - first); /* before the ring goes round */
+        const uint32_t there = to + (uint32_t)(at.slot * S::stage_bytes);
         if (lane < 4 && rows > 0)
-            copy_bulk(to + (uint32_t)(at.slot * S::stage_bytes),
-                      from + (size_t)(begin + half * S::tile / 2) * S::D,
-                      (uint32_t)(rows * S::row_bytes), barrier);
+            copy_bulk(there, cache + (size_t)first * S::D, (uint32_t)(straight * S::row_bytes),
+                      barrier);
+        if (lane < 4 && rows > straight)
+            copy_bulk(there + (uint32_t)(straight * S::row_bytes), cache,
+                      (uint32_t)((rows - straight) * S::row_bytes), barrier);
     }
     if (!waited) wait_for_inputs();
 }
@@ -281,7 +286,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
         for (int s = 0; s < SETS; s++) {
 #pragma unroll
             for (int i = 0; i < 2 * S::columns; i++) weights[i / 2][s][i % 2] *= scale;
-            weigh_tile<S, SETS>(weights, s, valid, maximum[s], sum[s], found[s]);
+            weigh_tile<S, SETS>(weights, s, 0, valid, maximum[s], sum[s], found[s]);
         }
         if (valid < S::tile) clear_rows<S>(values, valid);
         /* An arrive alone may overtake reads of shared memory, so it is made to depend on them. */
@@ -304,7 +309,7 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
 
 /* ---- the kernel ---- */
 
-/* out[h] = softmax(scale q[h] K^T) V over positions 0 to positions[0] of slot slots[0]: one row.
+/* out[h] = softmax(scale q[h] K^T) V over the positions that row 0 sees of slot slots[0].
  * In, out   as cuda_attention_decode, with T = 1.
  * Grid      (parts, 1, G). A block owns a part of a kv head's positions; its last warp asks for stages, the
  *           others take them in turn. The last block of a kv head merges the parts, in their order.
@@ -368,7 +373,7 @@ template <int D> void launch(struct cuda_backend *b, const struct cuda_attention
 } // namespace
 
 bool cuda_attention_far_takes(const struct cuda_attention *a) {
-    return cuda_attention_near_takes(a) && a->G <= CUDA_COUNTERS;
+    return cuda_attention_near_takes(a) && a->G <= CUDA_COUNTERS && a->cap == 0;
 }
 
 void cuda_attention_far(struct cuda_backend *b, const struct cuda_attention *a) {

@@ -1,15 +1,15 @@
 /* Attention of a prompt or a chunk of one on Hopper (sm_90a alone), bf16: wgmma, the copy engine.
  *
- * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions 0 to positions[0] + t of
- *           slot slots[0]; head h reads the cache of head h G / H.
- *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, S, D].
+ * What      out[t, h] = softmax(scale q[t, h] . K) V over the positions up to positions[0] + t that a
+ *           row sees of slot slots[0]; head h reads the cache of head h G / H.
+ *           q, out bf16 [T, H, D]; keys, values bf16 [slots, G, R, D].
  * Bound     the card's power: 4 H D FLOPs for each pair of a row and a position that it sees.
  *           TFLOP/s on an H200, 32/8 heads, at 512, 2048, 8192 and 32768 positions: 196, 552, 725,
  *           687 (D = 128); 121, 369, 521, 511 (D = 64). 16/8 heads of 256, 4096 positions: 549. The
  *           last 2048 rows of 32768 (D = 128): 641.
  * Tile      a warpgroup owns 64 queries: 64 / (H/G) rows of all H/G heads of a group, row by row,
  *           which one box of the copy engine brings. So they all end at nearly the same position:
- *           only a tile's last blocks need a mask, and of the last one the right half is skipped
+ *           only a tile's last blocks (and with a window its first ones) need a mask, and of the last one the right half is skipped
  *           where no row sees it. Three warpgroups share each block of K and V; two where tiles are
  *           few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
  * Warps     consumers   S = Q K^T from shared memory, softmax in registers, P = bf16(S) takes over
@@ -28,7 +28,7 @@
  *           | a thread waits on one.
  * Numerics  scores, sums and O f32, the weights rounded to bf16 for the second product; 2^x with
  *           scale log2 e folded in. A weight's reference follows the row's maximum once that is
- *           more than 8 ahead in log2, each row for itself. Scores past a row's own position become
+ *           more than 8 ahead in log2, each row for itself. Scores of what a row does not see become
  *           -inf by selection, and their weights 0. Where 0 times V would be no number, the cleaner
  *           steps in: rows past the tile's last position become zeros, whatever they hold, and so
  *           do rows with a NaN or an infinity, which make all rows that see them NaN. So a row's
@@ -104,6 +104,13 @@ template <int N> __device__ __forceinline__ void mask(float (&s)[N], int seen_0,
 #pragma unroll
     for (int i = 0; i < N; i++)
         if (i / 4 * 8 + i % 2 > (i / 2 % 2 ? seen_1 : seen_0)) s[i] = -INFINITY;
+}
+
+/* hidden_0, hidden_1: the last column that lies before each half's window. */
+template <int N> __device__ __forceinline__ void hide(float (&s)[N], int hidden_0, int hidden_1) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (i / 4 * 8 + i % 2 <= (i / 2 % 2 ? hidden_1 : hidden_0)) s[i] = -INFINITY;
 }
 
 /* Scores become weights. keep: what o must be multiplied by, where it returns true for a row of the
@@ -210,12 +217,12 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
         const int place = stage_of<2>(tiles);
         barrier_wait(shared_address(&c.queries_full[place]), parity_of<2>(tiles));
         const tile &t = c.tiles[place];
-        const int blocks = t.blocks, position = t.position;
+        const int first = t.first, blocks = t.blocks, position = t.position;
         const bool last_half = t.half;
         if (blocks == 0) break;
         const uint32_t slab = at.queries + (place * C::CONSUMERS + warpgroup) * C::SLAB;
         rows_found found = {{-0x1p100f, -0x1p100f}, {0, 0}};
-        for (int block = blocks - 1; block >= 0; block--, n++) {
+        for (int block = blocks - 1; block >= first; block--, n++) {
             const bool nothing = block == blocks - 1, half = nothing && last_half;
             const int k = stage_of<C::KEY_STAGES>(n), v = stage_of<C::VALUE_STAGES>(n);
             const auto meanwhile = [&] {
@@ -242,6 +249,9 @@ __device__ __forceinline__ void consume(const tensor_maps &maps, const prompt &p
             const int ahead = position - block * C::KEYS;
             if (C::KEYS - 1 > ahead + first_row)
                 mask(s, ahead + row[0] - lane % 4 * 2, ahead + row[1] - lane % 4 * 2);
+            if (ahead + first_row + p.warpgroup_rows > p.window)
+                hide(s, ahead + row[0] - p.window - lane % 4 * 2,
+                     ahead + row[1] - p.window - lane % 4 * 2);
             if (weigh(s, found, keep, p.factor) && !nothing) {
 #pragma unroll
                 for (int i = 0; i < C::D / 2; i++) o[i] *= keep[i / 2 % 2];
@@ -332,9 +342,9 @@ bool map_queries(struct cuda_backend *b, CUtensorMap *map, const void *q,
  * there are is not known here; the rows' slot is one of them. */
 bool map_cache(struct cuda_backend *b, CUtensorMap *map, const void *cache, int positions,
                const struct cuda_attention *a) {
-    const uint64_t D = (uint64_t)a->D, S = (uint64_t)a->S, G = (uint64_t)a->G;
-    const uint64_t size[4] = {D, S, G, 1 << 30};
-    const uint64_t stride[4] = {2, D * 2, S * D * 2, G * S * D * 2};
+    const uint64_t D = (uint64_t)a->D, R = (uint64_t)a->R, G = (uint64_t)a->G;
+    const uint64_t size[4] = {D, R, G, 1 << 30};
+    const uint64_t stride[4] = {2, D * 2, R * D * 2, G * R * D * 2};
     return map_tensor(b, map, cache, size, stride, positions, 1);
 }
 
@@ -352,6 +362,8 @@ void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     p.tiles_of_group = (unsigned)divide_up(p.T, p.tile_rows);
     p.tiles = p.tiles_of_group * (unsigned)p.G;
     p.factor = a->scale * LOG2_E;
+    p.ring = a->R;
+    p.window = a->window;
     p.slot = a->slots;
     p.position = a->positions;
     p.counters = a->counters;
@@ -378,7 +390,8 @@ template <int D> void launch_by_rows(struct cuda_backend *b, const struct cuda_a
 } // namespace
 
 bool cuda_attention_hopper_takes(const struct cuda_attention *a) {
-    return cuda_attention_decode_takes(a->D) && a->H / a->G <= QUERIES && a->scale > 0;
+    return cuda_attention_decode_takes(a->D) && a->H / a->G <= QUERIES && a->scale > 0 &&
+           a->cap == 0;
 }
 
 void cuda_attention_hopper(struct cuda_backend *b, const struct cuda_attention *a) {

@@ -61,15 +61,16 @@ struct prompt {
     int warpgroup_rows, tile_rows; /* of the step, that a warpgroup and a tile take */
     uint32_t query_bytes;          /* of a tile */
     unsigned tiles_of_group, tiles;
-    float factor;                   /* scale log2 e */
+    float factor; /* scale log2 e */
+    int ring, window;
     const int32_t *slot, *position; /* of row 0 */
     unsigned *counters; /* [2]: tiles drawn after each block's first; blocks that drew in vain */
 };
 
 struct tile {
     int row, position, group; /* the first row, and its position in the cache */
-    int end;                  /* positions that the last row sees */
-    int blocks;               /* of K and V; 0: no tile is left */
+    int end;                  /* the position after the last row's */
+    int first, blocks;        /* blocks of K and V from the first one to this; 0: no tile is left */
     bool half;                /* of the last block, the first half is enough */
 };
 
@@ -87,6 +88,7 @@ __device__ __forceinline__ tile tile_of(const prompt &p, int start, unsigned sec
     t.group = skipped + within % groups;
     t.position = start + t.row;
     t.end = min(t.position + p.tile_rows, start + p.T);
+    t.first = max(t.position + 1 - p.window, 0) / C::KEYS;
     t.blocks = (t.end - 1) / C::KEYS + 1;
     t.half = C::HALVES && (t.end - 1) % C::KEYS < C::KEYS / 2;
     return t;
@@ -154,7 +156,7 @@ __device__ __forceinline__ void copy_queries(const tensor_maps &maps, const prom
                  i % C::PANELS * PANEL_DEPTH, 0, t.row + i / C::PANELS * p.warpgroup_rows, t.group);
 }
 
-/* Of K or V. What lies past S becomes zeros. */
+/* Of K or V. What lies past the ring's end becomes zeros. */
 template <class C>
 __device__ __forceinline__ void copy_positions(const CUtensorMap *map, int position, int group,
                                                int slot, uint32_t to, uint32_t barrier) {
@@ -173,11 +175,11 @@ template <class C> __device__ __forceinline__ bool needs_cleaner(const tile &t, 
 
 /* The n-th block of K and V that this thread copies; so many went to the cleaner before. */
 template <class C>
-__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int block,
-                                           unsigned n, unsigned &cleaned, const memory &at,
-                                           control &c) {
+__device__ __forceinline__ void copy_block(const tensor_maps &maps, const tile &t, int ring,
+                                           int block, unsigned n, unsigned &cleaned,
+                                           const memory &at, control &c) {
     const int k = stage_of<C::KEY_STAGES>(n), v = stage_of<C::VALUE_STAGES>(n);
-    const int position = block * C::KEYS;
+    const int position = block * C::KEYS % ring;
     barrier_wait(shared_address(&c.keys_empty[k]), parity_of<C::KEY_STAGES>(n) ^ 1);
     copy_positions<C>(&maps.keys, position, t.group, c.slot, at.keys + k * C::BLOCK,
                       shared_address(&c.keys_full[k]));
@@ -193,7 +195,7 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
                                         control &c) {
     const int start = *p.position;
     c.slot = *p.slot;
-    const unsigned section = max(1, min(SECTION / (C::D * 4) / (start + p.T), p.G));
+    const unsigned section = max(1, min(SECTION / (C::D * 4) / min(start + p.T, p.window), p.G));
     unsigned number = blockIdx.x, blocks = 0, cleaned = 0; /* so far */
     for (unsigned tiles = 0;; tiles++) {
         const int place = stage_of<2>(tiles);
@@ -208,8 +210,8 @@ __device__ __forceinline__ void produce(const tensor_maps &maps, const prompt &p
         copy_queries<C>(maps, p, t, at.queries + place * C::CONSUMERS * C::SLAB, full);
         number = gridDim.x + atomicAdd(&p.counters[0], 1u);
 #pragma unroll 1
-        for (int block = t.blocks - 1; block >= 0; block--, blocks++)
-            copy_block<C>(maps, t, block, blocks, cleaned, at, c);
+        for (int block = t.blocks - 1; block >= t.first; block--, blocks++)
+            copy_block<C>(maps, t, p.ring, block, blocks, cleaned, at, c);
     }
     /* The last block leaves the counters zero: all others have drawn in vain before. */
     if (count_up(&p.counters[1], gridDim.x - 1) == gridDim.x - 1) p.counters[0] = 0;
@@ -269,7 +271,7 @@ template <class C> __device__ __forceinline__ void clean(const memory &at, contr
         if (t.blocks == 0) break;
         int broken = INT_MAX, block = t.blocks - 1;
 #pragma unroll 1
-        for (; block >= 0 && needs_cleaner<C>(t, block); block--, n++, cleaned++) {
+        for (; block >= t.first && needs_cleaner<C>(t, block); block--, n++, cleaned++) {
             const int v = stage_of<C::VALUE_STAGES>(n);
             barrier_wait(shared_address(&c.landed[stage_of<2>(cleaned)]), parity_of<2>(cleaned));
             broken = min(broken, clean_block<C>(t, block, at.values + v * C::BLOCK));
@@ -279,7 +281,7 @@ template <class C> __device__ __forceinline__ void clean(const memory &at, contr
                 barrier_arrive(shared_address(&c.values_full[v]));
             }
         }
-        n += block + 1;
+        n += block + 1 - t.first;
         barrier_arrive(shared_address(&c.queries_empty[place]));
     }
 }

@@ -20,18 +20,13 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
     w.last = w.cut.ratio;
     w.slot = __ldcg(a.slots);
     w.length = __ldcg(a.positions) + 1;
-    w.index = blockIdx.x % parts;
-    const int share = divide_up(divide_up(w.length, parts), PART_ROUND) * PART_ROUND;
-    const int size = max((int)PART_LEAST, share);
-    w.count = divide_up(w.length, size);
-    w.begin = w.index * size;
-    w.end = min(w.length, w.begin + size);
+    take_part(w, a, {0, PART_LEAST, PART_ROUND}, blockIdx.x % parts, parts);
     return w;
 }
 
 /* ---- the kernel ---- */
 
-/* out[h] = softmax(scale q[h] K^T) V over positions 0 to positions[0] of slot slots[0]: one row.
+/* out[h] = softmax(scale q[h] K^T) V over the positions that row 0 sees of slot slots[0].
  * In, out   as cuda_attention_decode, with T = 1.
  * Grid      G clusters. A block owns a part of the positions, by its place in the cluster, and of
  *           the merged result every count-th quad.
@@ -61,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
     }
     struct ring<S> ring;
     ring.open(shared);
-    attend<S, SETS>(a, w, ring, (float *)shared);
+    attend<S, SETS, true>(a, w, ring, (float *)shared);
     exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received, 0);
 }
 

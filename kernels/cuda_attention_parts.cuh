@@ -31,10 +31,14 @@ struct work {
     int kv_head;
     int first, last; /* queries first to last - 1: rows of one slot, at consecutive positions */
     int first_row, last_row; /* theirs */
-    int slot, length;        /* and the positions that the last row sees */
+    int slot, length;        /* and the position after the last row's */
     int index, count;        /* this part, of so many */
     int begin, end;          /* its positions */
+    /* A row sees positions from hidden(row) to limit(row) - 1. */
     __device__ __forceinline__ int limit(int row) const { return length - (last_row - row); }
+    __device__ __forceinline__ int hidden(const struct cuda_attention &a, int row) const {
+        return first_seen(a, limit(row) - 1);
+    }
     /* Columns past the last query are like it. */
     __device__ __forceinline__ int row(int query) const { return cut.row(min(query, last - 1)); }
     /* Of q and out: the first dim of a query. */
@@ -50,6 +54,27 @@ struct split {
     int round; /* what they are a multiple of */
 };
 
+/* Part `index` of at most `parts` of the positions that the rows see. */
+static __device__ __forceinline__ void take_part(struct work &w, const struct cuda_attention &a,
+                                                 struct split split, int index, int parts) {
+    const int from = w.hidden(a, w.first_row), seen = w.length - from;
+    w.index = index;
+    w.count = 1;
+    w.begin = from;
+    w.end = w.length;
+    if (seen <= split.whole || parts == 1) return;
+    const int share = divide_up(divide_up(seen, parts), split.round) * split.round;
+    const int size = max(split.least, share);
+    w.count = divide_up(seen, size);
+    w.begin = from + index * size;
+    w.end = min(w.length, w.begin + size);
+}
+
+/* Where a position lies in its ring. */
+static __device__ __forceinline__ int place_in_ring(const struct cuda_attention &a, int position) {
+    return position < a.R ? position : position % a.R;
+}
+
 /* This block's part of queries first to last - 1: from their position alone, since the grid is the same
  * for all positions. */
 static __device__ __forceinline__ struct work work_of(const struct cuda_attention &a,
@@ -64,17 +89,7 @@ static __device__ __forceinline__ struct work work_of(const struct cuda_attentio
     w.last_row = cut.row(last - 1);
     w.slot = __ldcg(a.slots + w.last_row);
     w.length = __ldcg(a.positions + w.last_row) + 1;
-    w.index = blockIdx.x;
-    w.count = 1;
-    w.begin = 0;
-    w.end = w.length;
-    if (w.length > split.whole && gridDim.x > 1) {
-        const int share = divide_up(divide_up(w.length, (int)gridDim.x), split.round) * split.round;
-        const int size = max(split.least, share);
-        w.count = divide_up(w.length, size);
-        w.begin = w.index * size;
-        w.end = min(w.length, w.begin + size);
-    }
+    take_part(w, a, split, blockIdx.x, gridDim.x);
     return w;
 }
 

@@ -7,7 +7,7 @@ namespace {
 /* Blocks whose registers fit together. */
 template <class S, int SETS> constexpr int blocks_of_registers = S::D > 128 ? 2 : SETS > 1 ? 3 : 4;
 
-/* out[t, h] = softmax(scale q[t, h] K^T) V over positions 0 to positions[t] of slot slots[t].
+/* out[t, h] = softmax(scale q[t, h] K^T) V over the positions that row t sees of slot slots[t].
  * In, out   as cuda_attention_decode.
  * Grid      (parts, groups of queries, G) in clusters of `parts` blocks. A cluster owns 8 SETS queries of a
  *           kv head, a block a part of their positions, and of the merged result every count-th quad.
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, (blocks_of_registers<S, SETS>))
         to = together ? last : min(last, (cut.row(from) + 1) * cut.ratio);
         const struct work w = work_of(a, cut, {0, PART_LEAST, PART_ROUND}, from, to);
         if (w.index < w.count) {
-            attend<S, SETS>(a, w, ring, (float *)shared);
+            attend<S, SETS, false>(a, w, ring, (float *)shared);
             exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received, parity);
             parity ^= w.count > 1;
         } else {

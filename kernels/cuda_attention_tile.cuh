@@ -57,15 +57,17 @@ template <class S> struct ring {
         if (++slot == S::depth) slot = 0;
     }
 
-    /* A tile of K or V: rows from `from` on, of which `valid` exist; zeros past them. */
-    __device__ __forceinline__ void request(int s, const bf16 *from, int valid) {
-        const int lane = threadIdx.x % 32;
+    /* A tile of K or V: positions from `begin` on of a ring, of which `valid` exist; zeros past them. */
+    __device__ __forceinline__ void request(int s, const struct cuda_attention &a,
+                                            const bf16 *cache, int begin, int valid) {
+        const int lane = threadIdx.x % 32, first = place_in_ring(a, begin);
+        const bf16 *from = cache + (size_t)first * S::D, *around = from - (size_t)a.R * S::D;
 #pragma unroll
         for (int i = 0; i < S::tile * S::D / 256; i++) {
             const int chunk = lane + 32 * i, row = chunk / (S::D / 8);
             if (valid > 0)
-                copy_async_16(place(s) + 16 * (chunk + row / S::columns), from + 8 * chunk,
-                              row < valid);
+                copy_async_16(place(s) + 16 * (chunk + row / S::columns),
+                              (first + row < a.R ? from : around) + 8 * chunk, row < valid);
         }
         copy_async_commit(); /* also an empty group, so that their number tells what has come */
     }
@@ -120,19 +122,20 @@ static __device__ __forceinline__ void score_tile(float scores[S::columns][SETS]
         for (int i = 0; i < 2 * SETS; i++) scores[u][i / 2][i % 2] = sums[u][i];
 }
 
-/* Scores of a set, in powers of two, become weights relative to 2^maximum; positions from `valid` on
- * count nothing. Lane l keeps maximum and sum (of its own positions) of query l/4; found has queries
+/* Scores of a set, in powers of two, become weights relative to 2^maximum; positions before `hidden` and
+ * from `valid` on count nothing. Lane l keeps maximum and sum (of its own positions) of query l/4; found has queries
  * 2 (l%4), +1. */
 template <class S, int SETS>
 static __device__ __forceinline__ void weigh_tile(float weights[S::columns][SETS][2], int s,
-                                                  int valid, float &maximum, float &sum,
+                                                  int hidden, int valid, float &maximum, float &sum,
                                                   float found[S::D / 16][4]) {
     const int lane = threadIdx.x % 32;
     float highest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < 2 * S::columns; i++) {
         float &weight = weights[i / 2][s][i % 2];
-        if ((2 * (lane % 4) + i % 2) * S::columns + i / 2 >= valid) weight = -INFINITY;
+        const int position = (2 * (lane % 4) + i % 2) * S::columns + i / 2;
+        if (position < hidden || position >= valid) weight = -INFINITY;
         highest = fmaxf(highest, weight);
     }
     if (__any_sync(0xffffffffu, highest > maximum + SLACK)) {
@@ -206,13 +209,14 @@ static __device__ __forceinline__ void add_values(float found[SETS][S::D / 16][4
     }
 }
 
-/* add_values for tiles that hold rows of this step, which earlier rows must not see: a weight of zero
- * does not silence a NaN. So what is not finite is left out, and makes NaN of the sums of those who see
- * it: they count it, as a product with ones. valid: positions of the tile that query l/4 sees. */
+/* add_values for tiles that hold rows of this step, which earlier rows must not see, or positions that later
+ * rows see no more: a weight of zero does not silence a NaN. So what is not finite is left out, and makes NaN of the sums of those who see
+ * it: they count it, as a product with ones. Query l/4 sees positions hidden to valid - 1 of the tile. */
 template <class S, int SETS>
 static __device__ __forceinline__ void add_new_values(float found[SETS][S::D / 16][4],
                                                       const float weights[S::columns][SETS][2],
-                                                      uint32_t values, const int valid[SETS]) {
+                                                      uint32_t values, const int hidden[SETS],
+                                                      const int valid[SETS]) {
     constexpr uint32_t FIRST = 0x3f80, SECOND = FIRST << 16; /* ones */
     const int position = 2 * (threadIdx.x % 4) * S::columns;
 #pragma unroll
@@ -223,9 +227,11 @@ static __device__ __forceinline__ void add_new_values(float found[SETS][S::D / 1
         for (int s = 0; s < SETS; s++) {
             o[s] = split_weights<S, SETS>(weights, u, s);
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                seen[s][i] = (position + u + i < valid[s] ? FIRST : 0) |
-                             (position + S::columns + u + i < valid[s] ? SECOND : 0);
+            for (int i = 0; i < 2; i++) {
+                const int first = position + u + i, second = first + S::columns;
+                seen[s][i] = (first >= hidden[s] && first < valid[s] ? FIRST : 0) |
+                             (second >= hidden[s] && second < valid[s] ? SECOND : 0);
+            }
         }
 #pragma unroll
         for (int i = 0; i < S::D / 16; i++) {
@@ -277,18 +283,19 @@ static __device__ __forceinline__ void store_result(float *result, const float m
     }
 }
 
-/* One pass over the positions of a part, by all warps: their results lie in shared memory after it. */
-template <class S, int SETS>
+/* One pass over the positions of a part, by all warps: their results lie in shared memory after it. ALONE:
+ * the queries are of one row, which sees all positions of the part. */
+template <class S, int SETS, bool ALONE>
 static __device__ __forceinline__ void attend(const struct cuda_attention &a, const struct work &w,
                                               struct ring<S> &ring, float *results) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.S * S::D;
+    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.R * S::D;
     const bf16 *keys = (const bf16 *)a.keys + start, *values = (const bf16 *)a.values + start;
     /* Item 2n is K, 2n + 1 is V of this warp's tile n. */
     auto tile_begin = [&](int n) { return w.begin + (warp + n * WARPS) * S::tile; };
     auto request = [&](int slot, int item) {
         const int begin = tile_begin(item / 2);
-        ring.request(slot, (item % 2 ? values : keys) + (size_t)begin * S::D, w.end - begin);
+        ring.request(slot, a, item % 2 ? values : keys, begin, w.end - begin);
     };
     auto place = [&](int item) { return (ring.slot + item) % S::depth; };
     const int older = w.length - a.T; /* positions below were written before this step */
@@ -306,11 +313,13 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
     const uint32_t row =
         lane % 8 * S::run_bytes + lane / 16 * S::row_bytes + lane / 8 % 2 * 16; /* for ldmatrix */
     float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];
-    int limit[SETS];
+    int first[SETS], limit[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         maximum[s] = -INFINITY, sum[s] = 0.0f;
-        limit[s] = w.limit(w.row(w.first + s * QUERIES + lane / 4));
+        const int query_row = ALONE ? 0 : w.row(w.first + s * QUERIES + lane / 4);
+        first[s] = ALONE ? w.begin : w.hidden(a, query_row);
+        limit[s] = ALONE ? w.end : w.limit(query_row);
     }
 #pragma unroll 1
     for (int n = 0; tile_begin(n) < w.end; n++) {
@@ -321,19 +330,25 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         __syncwarp(); /* K is read, before its place is taken */
         request(ring.slot, 2 * n + S::depth);
         ring.next();
-        int valid[SETS];
+        int hidden[SETS], valid[SETS];
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
 #pragma unroll
             for (int i = 0; i < 2 * S::columns; i++) weights[i / 2][s][i % 2] *= scale;
+#pragma unroll
+            for (int i = 0; i < 2 * S::columns; i++)
+                if (a.cap > 0)
+                    weights[i / 2][s][i % 2] = capped(weights[i / 2][s][i % 2], a.cap * LOG2_E);
+            hidden[s] = ALONE ? 0 : first[s] - begin;
             valid[s] = min(limit[s], w.end) - begin;
-            weigh_tile<S, SETS>(weights, s, valid[s], maximum[s], sum[s], found[s]);
+            weigh_tile<S, SETS>(weights, s, hidden[s], valid[s], maximum[s], sum[s], found[s]);
         }
         ring.wait();
-        if (w.first_row == w.last_row || begin + S::tile <= w.limit(w.first_row))
+        if (ALONE || w.first_row == w.last_row ||
+            (begin >= w.hidden(a, w.last_row) && begin + S::tile <= w.limit(w.first_row)))
             add_values<S, SETS>(found, weights, ring.place(ring.slot) + row);
         else
-            add_new_values<S, SETS>(found, weights, ring.place(ring.slot) + row, valid);
+            add_new_values<S, SETS>(found, weights, ring.place(ring.slot) + row, hidden, valid);
         __syncwarp(); /* V is read, before its place is taken, by a tile or by the result */
         request(ring.slot, 2 * n + 1 + S::depth);
         ring.next();

@@ -38,30 +38,12 @@ int cuda_report(const struct cuda_backend *b, struct error *error) {
 
 /* ---- the device ---- */
 
-/* What the model needs and the CPU alone has; NULL: nothing. */
-static const char *lacking(const struct config *c) {
-    if (c->qkv_bias) return "bias on q, k and v";
-    if (c->qk_norm != QK_NORM_NONE) return "norms of q and k";
-    if (c->rotary_dims != c->head_dim) return "RoPE on a part of a head";
-    if (c->rope_tables != 1) return "choice of RoPE tables";
-    if (c->norm_placement != NORM_BEFORE) return "norms after the block's halves";
-    if (c->activation != SILU) return "GELU";
-    if (c->attention_cap != 0 || c->final_cap != 0) return "caps on scores and logits";
-    for (int l = 0; l < c->layers; l++) {
-        if (c->layer[l].window) return "sliding windows";
-        if (c->layer[l].rope_table == NO_ID) return "layers without RoPE";
-    }
-    return NULL;
-}
-
 bool cuda_usable(const struct config *config, int number, char why[160]) {
     int count = 0, major = 0, driver = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (config && config->head_dim > CUDA_LARGEST_HEAD)
         snprintf(why, 160, "heads of %d dimensions: on a GPU at most %d can be run",
                  config->head_dim, CUDA_LARGEST_HEAD);
-    else if (config && lacking(config))
-        snprintf(why, 160, "the GPU's kernels have no %s yet", lacking(config));
     else if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         snprintf(why, 160, "no NVIDIA driver is installed");
     else if (status != cudaSuccess)
@@ -165,7 +147,7 @@ int cuda_finish(struct engine *e, struct error *error) {
 void cuda_general_path(struct engine *e, bool on) {
     cuda_graphs_close(backend_of(e));
     backend_of(e)->general = on;
-    backend_of(e)->normed.gamma = NULL;
+    backend_of(e)->normed.rows = 0;
 }
 
 void cuda_one_tile(struct engine *e, int tile) {
@@ -175,10 +157,14 @@ void cuda_one_tile(struct engine *e, int tile) {
     b->tile = b->error.code ? 0 : tile;
 }
 
+void cuda_settle(struct engine *e) {
+    cuda_decode_settle(e);
+}
+
 int cuda_parts_of_squares(const struct engine *e, int *stride) {
     const struct cuda_backend *b = backend_of(e);
     *stride = b->normed.stride;
-    return b->normed.gamma ? b->normed.parts : 0;
+    return b->normed.rows ? b->normed.parts : 0;
 }
 
 int cuda_capability(const struct engine *e) {
@@ -187,7 +173,7 @@ int cuda_capability(const struct engine *e) {
 
 void cuda_write(struct engine *e, void *to, const void *from, size_t bytes) {
     struct cuda_backend *b = backend_of(e);
-    b->normed.gamma = NULL; /* x may be another one now */
+    b->normed.rows = 0; /* x may be another one now */
     CUDA_TRY(b, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->stream));
     CUDA_TRY(b, cudaStreamSynchronize(b->stream));
 }

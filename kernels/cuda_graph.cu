@@ -49,7 +49,7 @@ void cuda_step(struct engine *e, struct rows rows,
         b->captured = forward;
         CUDA_TRY(b, cudaGraphLaunch(*graph, b->stream));
     }
-    b->normed.gamma = NULL; /* what a replayed step leaves, the host does not follow */
+    b->normed.rows = 0; /* what a replayed step leaves, the host does not follow */
     if (!sampler) return;
     cuda_draw_end(b);
     b->position += rows.count;

@@ -67,7 +67,7 @@ __device__ __forceinline__ void keep_sums(float *to,
         }
 }
 
-/* What      y (+)= scale in W^T, or h = silu(gate) up of two such products: struct product,
+/* What      y (+)= scale in W^T, or h = act(gate) up of two such products: struct product,
  *           bf16.
  * Shapes    in bf16 [T, K], W bf16 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h bf16
  *           [T, N/2]; in and W start at multiples of 16 bytes, and neither y nor h overlaps

@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[ROWS][COLUMNS], cons
     }
 }
 
-/* What      y (+)= scale in W^T, or h = silu(gate) up of two such products: struct product, f32.
+/* What      y (+)= scale in W^T, or h = act(gate) up of two such products: struct product, f32.
  * Shapes    in f32 [T, K], W f32 [N, K], scale f32 [T] or NULL, y f32 [T, y_stride], h f32 [T,
  *           N/2]; in and W start at multiples of 16 bytes, and neither y nor h overlaps them.
  * Owners    a block: 16 ROWS rows of in and 16 COLUMNS rows of W, for all of K. A thread: every

@@ -66,8 +66,8 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
         if (lane < ACROSS) facts.scale[row] = scale;
         if (E == EPILOGUE_QKV && lane < ACROSS && valid) {
             const heads &h = p.heads;
-            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.S;
-            facts.place[row] = (slot + (size_t)__ldcg(h.positions + row)) * h.D;
+            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
+            facts.place[row] = (slot + (size_t)(__ldcg(h.positions + row) % h.R)) * h.D;
         }
     }
 }
@@ -110,11 +110,16 @@ struct pair_of_head {
     }
 };
 
-/* QKV: the rows' cosines and sines for the thread's pair; asked for before the tile's products. */
+/* QKV: the bias of the thread's pair, and the rows' cosines and sines; asked for before the tile's
+ * products. */
 template <int ROWS> struct turns {
-    float cosine[ROWS / 4], sine[ROWS / 4];
+    float bias[2], cosine[ROWS / 4], sine[ROWS / 4];
     __device__ __forceinline__ turns(const product &p, int t, const pair_of_head &pair) {
         const int half = p.heads.half;
+        const float *const biases = p.heads.bias + (size_t)pair.head * p.heads.D;
+        const bool biased = p.heads.bias && pair.exists;
+        bias[0] = biased ? __ldg(biases + pair.first) : 0.0f;
+        bias[1] = biased ? __ldg(biases + pair.second) : 0.0f;
 #pragma unroll
         for (int i = 0; i < ROWS / 4; i++) {
             const int row = row_of_result(t, 2 * i - i % 2);
@@ -154,13 +159,13 @@ __device__ __forceinline__ void finish_heads(const product &p, const float (&sum
     const bool query = pair.head < h.H, value = pair.head >= h.H + h.G;
     const int g = pair.head - h.H - (value ? h.G : 0); /* of what is no query */
     bf16 *const to = query ? (bf16 *)h.q + (size_t)pair.head * h.D
-                           : (bf16 *)(value ? h.values : h.keys) + (size_t)g * h.S * h.D;
+                           : (bf16 *)(value ? h.values : h.keys) + (size_t)g * h.R * h.D;
 #pragma unroll
     for (int i = 0; i < ROWS / 4; i++) {
         const int result = 2 * i - i % 2, row = row_of_result(t, result);
         if (row >= p.T || !pair.exists) continue;
-        float a = facts.scale[row] * (sums[0][result] + sums[1][result]);
-        float b = facts.scale[row] * (sums[0][result + 2] + sums[1][result + 2]);
+        float a = facts.scale[row] * (sums[0][result] + sums[1][result]) + turns.bias[0];
+        float b = facts.scale[row] * (sums[0][result + 2] + sums[1][result + 2]) + turns.bias[1];
         if (pair.turn) {
             const float low = a;
             a = low * turns.cosine[i] - b * turns.sine[i];
@@ -172,7 +177,7 @@ __device__ __forceinline__ void finish_heads(const product &p, const float (&sum
     }
 }
 
-/* y = s, or h = silu(gate) up. */
+/* y = s, or h = act(gate) up. */
 template <int ROWS, enum epilogue E>
 __device__ __forceinline__ void finish_plain(const product &p, const float (&sums)[2][ROWS / 2],
                                              const row_facts<ROWS> &facts, int t, int n, int last) {
@@ -182,8 +187,8 @@ __device__ __forceinline__ void finish_plain(const product &p, const float (&sum
         if (row >= p.T || unit >= last) continue;
         const float scale = facts.scale[row];
         if (E == EPILOGUE_ACTIVATE)
-            ((bf16 *)p.h)[(size_t)row * (p.N / 2) + unit] =
-                from_float<bf16>(silu(scale * sums[0][i]) * (scale * sums[1][i]));
+            ((bf16 *)p.h)[(size_t)row * (p.N / 2) + unit] = from_float<bf16>(
+                activate(scale * sums[0][i], p.activation == GELU_TANH) * (scale * sums[1][i]));
         else
             p.y[(size_t)row * p.y_stride + unit] = scale * (sums[0][i] + sums[1][i]);
     }

@@ -274,11 +274,11 @@ __device__ __forceinline__ void add_tile(const product &p,
     }
 }
 
-/* h = silu(gate) up, of two columns. */
-__device__ __forceinline__ uint32_t activate_pair(const float *gate, const float *up,
-                                                  float factor) {
-    return pack_halves(silu(factor * gate[0]) * (factor * up[0]),
-                       silu(factor * gate[1]) * (factor * up[1]));
+/* h = act(gate) up, of two columns. */
+__device__ __forceinline__ uint32_t activate_pair(const float *gate, const float *up, float factor,
+                                                  bool gelu) {
+    return pack_halves(activate(factor * gate[0], gelu) * (factor * up[0]),
+                       activate(factor * gate[1], gelu) * (factor * up[1]));
 }
 
 /* ACTIVATE: h, columns from `unit` on: gate is the sums' first half, up the second. */
@@ -287,6 +287,7 @@ __device__ __forceinline__ void activate_rows(const product &p, const float (&su
                                               const float (&factor)[2], int t, int unit) {
     constexpr int OCTETS = S::TILE_N / 16, UP = S::TILE_N / 4;
     const int F = p.N / 2, four = unit + column_of_four();
+    const bool gelu = p.activation == GELU_TANH;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         bf16 *const h = (bf16 *)p.h + (size_t)(t + half * 8) * F;
@@ -295,15 +296,15 @@ __device__ __forceinline__ void activate_rows(const product &p, const float (&su
         for (int octet = 0; octet + 1 < OCTETS; octet += 2) {
             const float *gate = sums + 4 * octet + 2 * half;
             const uint2 values =
-                four_of_pairs(activate_pair(gate, gate + UP, factor[half]),
-                              activate_pair(gate + 4, gate + 4 + UP, factor[half]));
+                four_of_pairs(activate_pair(gate, gate + UP, factor[half], gelu),
+                              activate_pair(gate + 4, gate + 4 + UP, factor[half], gelu));
             const int column = four + octet * 8;
             if (column < columns) *(uint2 *)(h + column) = values;
         }
         if (OCTETS % 2) {
             constexpr int LAST = OCTETS - 1;
             const float *gate = sums + 4 * LAST + 2 * half;
-            const uint32_t pair = activate_pair(gate, gate + UP, factor[half]);
+            const uint32_t pair = activate_pair(gate, gate + UP, factor[half], gelu);
             const int column = unit + LAST * 8 + (int)threadIdx.x % 4 * 2;
             if (column < columns) *(uint32_t *)(h + column) = pair;
         }
@@ -330,7 +331,8 @@ struct row_turn {
         }
         place = 0;
         if (!inside) return;
-        place = (size_t)__ldcg(h.slots + row) * h.G * h.S + (size_t)__ldcg(h.positions + row);
+        place =
+            (size_t)__ldcg(h.slots + row) * h.G * h.R + (size_t)(__ldcg(h.positions + row) % h.R);
     }
 };
 
@@ -358,8 +360,15 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
 #pragma unroll
             for (int octet = 0; octet < 2; octet++) {
                 const float *sum = sums + 16 * i + 4 * octet + 2 * half;
-                const float2 a = {factor[half] * sum[0], factor[half] * sum[1]};
-                const float2 b = {factor[half] * sum[8], factor[half] * sum[9]};
+                float2 a = {factor[half] * sum[0], factor[half] * sum[1]};
+                float2 b = {factor[half] * sum[8], factor[half] * sum[9]};
+                if (h.bias) {
+                    const float *bias = h.bias + (size_t)head * h.D + tile.span + 8 * octet +
+                                        (int)threadIdx.x % 4 * 2;
+                    const float2 low = *(const float2 *)bias;
+                    const float2 high = *(const float2 *)(bias + h.half);
+                    a.x += low.x, a.y += low.y, b.x += high.x, b.y += high.y;
+                }
                 const float2 c = turn.cosines[octet], s = turn.sines[octet];
                 const float2 x = {a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y};
                 const float2 y = {b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y};
@@ -368,7 +377,7 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
             }
             bf16 *const to =
                 query ? (bf16 *)h.q + ((size_t)row * h.H + head) * h.D
-                      : (bf16 *)(value ? h.values : h.keys) + ((size_t)g * h.S + turn.place) * h.D;
+                      : (bf16 *)(value ? h.values : h.keys) + ((size_t)g * h.R + turn.place) * h.D;
             const uint2 lows = four_of_pairs(low[0], low[1]);
             const uint2 highs = four_of_pairs(high[0], high[1]);
             if (row < p.T) *(uint2 *)(to + four) = lows, *(uint2 *)(to + four + h.half) = highs;

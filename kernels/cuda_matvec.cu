@@ -122,7 +122,8 @@ __device__ __forceinline__ void finish_pair(const product &p, const row_pairs &o
     const float scale = p.scale ? __ldcg(p.scale + lane) : 1;
     upper *= scale, lower *= scale;
     if (p.epilogue == EPILOGUE_ACTIVATE) {
-        ((M *)p.h)[(size_t)lane * own.below + pair] = from_float<M>(silu(upper) * lower);
+        ((M *)p.h)[(size_t)lane * own.below + pair] =
+            from_float<M>(activate(upper, p.activation == GELU_TANH) * lower);
         return;
     }
     const bool add = p.epilogue == EPILOGUE_ADD, both = 2 * pair + 1 < p.N;

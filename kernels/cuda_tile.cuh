@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_rows(const struct product &p, const struct
             if (i < rows && n + 32 * j < p.N) y[(size_t)i * p.y_stride + 32 * j] = value[i][j];
 }
 
-/* h = silu(gate) up, of one row. */
+/* h = act(gate) up, of one row. */
 template <int TILE_N, class M>
 __device__ __forceinline__ void activate_row(const struct product &p, const struct tile &tile,
                                              int row, const float *sums) {
@@ -158,7 +158,8 @@ __device__ __forceinline__ void activate_row(const struct product &p, const stru
         const int column = (int)threadIdx.x % 32 + j;
         const float *s = sums + row * sums_stride(TILE_N) + column / 8 * 16 + column % 8;
         if (tile.column + column < p.N / 2)
-            h[tile.column + column] = from_float<M>(silu(scale * s[0]) * (scale * s[8]));
+            h[tile.column + column] =
+                from_float<M>(activate(scale * s[0], p.activation == GELU_TANH) * (scale * s[8]));
     }
 }
 

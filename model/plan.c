@@ -25,6 +25,13 @@ int plan_device_rows(const struct limits *limits) {
     return (int)round_up((uint64_t)limits->chunk, CUDA_TILE_ROWS);
 }
 
+int plan_device_ring(const struct config *config, const struct limits *limits, int layer) {
+    const uint64_t window = (uint64_t)config->layer[layer].window;
+    if (!window) return limits->context;
+    const uint64_t seen = round_up(window + (uint64_t)limits->chunk - 1, CUDA_RING);
+    return (int)min(seen, (uint64_t)limits->context);
+}
+
 /* Bytes of each region. No product can overflow: the limits of the config and of the context bound
  * every factor (2^10 layers x 2^10 slots x 2^10 heads x 2^22 positions x 2^9 x 4 bytes < 2^64). */
 static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64_t weight_bytes,
@@ -46,8 +53,10 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     bytes[REGION_LOGITS] = 4 * (uint64_t)limits.classified * (uint64_t)c->vocab;
     if (limits.device) {
         const uint64_t tiled = (uint64_t)plan_device_rows(&limits);
-        bytes[REGION_KEYS] = m * caches * positions * head_dim;
-        bytes[REGION_VALUES] = m * caches * positions * head_dim;
+        uint64_t rings = 0;
+        for (int l = 0; l < c->layers; l++) rings += (uint64_t)plan_device_ring(c, &limits, l);
+        bytes[REGION_KEYS] = m * rings * (uint64_t)limits.slots * kv_heads * head_dim;
+        bytes[REGION_VALUES] = bytes[REGION_KEYS];
         bytes[REGION_Q] = m * rows * heads * head_dim;
         bytes[REGION_A] = m * tiled * heads * head_dim;
         bytes[REGION_H] = m * tiled * ffn;

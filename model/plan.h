@@ -20,12 +20,16 @@ struct limits {
 /* Rows of the regions that products of the CUDA backend read: T, filled up to whole tiles. */
 int plan_device_rows(const struct limits *limits);
 
+/* Positions that a layer's cache holds in the CUDA backend, R: position s lies at s mod R. All of the
+ * context; with a window as many as the rows of a step see together. */
+int plan_device_ring(const struct config *config, const struct limits *limits, int layer);
+
 /* m is the dtype of the weights. Where the backends differ, "CPU |" comes before "CUDA". */
 enum region {
     REGION_WEIGHTS, /* the tensors as they lie in the file */
     REGION_KEYS, /* f32 [L, slots, G, S/16, D, 16], S rounded up to 16: 16 positions side by side |
-                    m [L, slots, G, S, D] */
-    REGION_VALUES,   /* f32 | m [L, slots, G, S, D] */
+                    m of each layer [slots, G, R, D] */
+    REGION_VALUES,   /* f32 [L, slots, G, S, D] | m of each layer [slots, G, R, D] */
     REGION_ROWS,     /* i32 [3, T]: token, slot, position */
     REGION_ROPE,     /* f32 [rope_tables, T, 2, rotary_dims/2]: cosines and sines of the rows */
     REGION_X,        /* f32 [T, C], the residual stream */

@@ -13,6 +13,7 @@ SMOLLM2 = {
     "bf16": ROOT / "weights/SmolLM2-135M-Instruct.bin",
     "f32": ROOT / "weights/SmolLM2-135M-Instruct-f32.bin",
 }
+GPU = ("--device", "cuda")
 # A sanitised build is some ten times slower.
 TIMEOUT = 600
 
@@ -57,3 +58,12 @@ def logits(path, ids, vocab, folder, *arguments):
     target = Path(folder) / "logits.f32"
     answer(path, "--ids", " ".join(map(str, ids)), "--logits", target, *arguments)
     return np.fromfile(target, dtype="<f4").reshape(len(ids), vocab)
+
+
+def need_gpu(path):
+    """Skips where no GPU can run this model."""
+    done = run(path, "--ids", "1", "-n", 0, *GPU)
+    line = done.stderr.decode().strip().splitlines()[-1] if done.returncode else ""
+    if any(why in line for why in ("no NVIDIA driver", "no CUDA-capable", "has no CUDA", "8.0 is")):
+        pytest.skip(line)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,6 @@
 /* One layer of a whole sequence: x[T, C] becomes the next layer's. */
 static inline void reference_layer(const struct step *s, int layer, struct both *x,
                                    const int32_t *positions) {
-    const struct layer_weights *w = &s->g->host.engine.layer[layer];
     const size_t T = s->T, D = s->D, heads = s->H + 2 * s->G;
     struct both *qkv = reference_qkv(s, layer, x, positions);
     struct both *q = both_new(T * s->H * D), *a = both_new(T * s->H * D);
@@ -35,12 +34,13 @@ static inline void reference_layer(const struct step *s, int layer, struct both 
                                 .H = s->H,
                                 .G = s->G,
                                 .D = D,
-                                .S = T,
-                                .scale = s->g->host.config.attention_scale};
+                                .R = T,
+                                .layer = layer,
+                                .config = &s->g->host.config};
     attention(&job, s->dtype);
-    product(x, a, w->out, s->dtype, T, s->H * D, (struct columns){s->C, s->C, 1});
+    reference_add(s, layer, ATTENTION_OUT, x, a);
     struct both *h = reference_gate_up(s, layer, x);
-    product(x, h, w->down, s->dtype, T, s->F, (struct columns){s->C, s->C, 1});
+    reference_add(s, layer, FEED_FORWARD_DOWN, x, h);
     free(qkv);
     free(q);
     free(a);
@@ -100,25 +100,26 @@ static inline float *cpu_logits(struct config c, const int32_t *tokens, int n) {
 }
 
 /* However a sequence is cut into steps: its logits are right. */
-static inline void check_chunks(struct shape shape, enum dtype dtype, int n, const int *chunks,
-                                int count) {
+static inline void check_chunks(struct config config, int n, const int *chunks, int count) {
     struct gpu g;
-    const size_t V = (size_t)shape.V;
-    gpu_open(&g, random_config(shape, dtype), (struct limits){n, n, 1, n, 1, true});
+    const size_t V = (size_t)config.vocab;
+    const enum dtype dtype = config.weight_dtype;
+    gpu_open(&g, config, (struct limits){n, n, 1, n, 1, true});
     int32_t *tokens = allocated((size_t)n * sizeof *tokens);
     for (int i = 0; i < n; i++) tokens[i] = some_token(&g.host);
     struct both *right = reference_logits(&g, tokens, n);
     float *cpu = cpu_logits(g.host.config, tokens, n);
-    const size_t longest = (size_t)(shape.F > shape.H * shape.D ? shape.F : shape.H * shape.D);
+    const int heads = config.heads * config.head_dim;
+    const size_t longest = (size_t)(config.ffn > heads ? config.ffn : heads);
     const double tolerance = tolerance_of(right, (size_t)n * V, longest, dtype, false);
     char name[160];
-    snprintf(name, sizeof name, "C %d %s, %d positions", shape.C, dtype_name(dtype), n);
+    snprintf(name, sizeof name, "C %d %s, %d positions", config.width, dtype_name(dtype), n);
     compare(name, "logits on the CPU", cpu, V, right, (size_t)n, V, tolerance);
     struct both *of_cpu = both_from(cpu, (size_t)n * V);
     for (int general = 0; general < 2; general++) {
         cuda_general_path(&g.device, general);
         for (int i = 0; i < count; i++) {
-            snprintf(name, sizeof name, "C %d %s, %d positions in chunks of %d%s", shape.C,
+            snprintf(name, sizeof name, "C %d %s, %d positions in chunks of %d%s", config.width,
                      dtype_name(dtype), n, chunks[i], general ? ", general path" : "");
             gpu_reset(&g);
             gpu_put_all(&g);

@@ -47,13 +47,21 @@ static inline int32_t *row_numbers(const struct step *s, int which) {
     return (int32_t *)was(s, REGION_ROWS) + which * s->g->device.plan.limits.chunk;
 }
 
-/* Elements before a layer's cache m [slots, G, S, D], and before one position in that. */
-static inline size_t layer_offset(const struct step *s, int layer) {
-    return (size_t)layer * (size_t)s->g->device.plan.limits.slots * s->G * s->S * s->D;
+/* Positions of a layer's cache, elements before its m [slots, G, R, D], and before one position in that. */
+static inline size_t ring_of(const struct step *s, int layer) {
+    return (size_t)plan_device_ring(&s->g->host.config, &s->g->device.plan.limits, layer);
 }
 
-static inline size_t position_offset(const struct step *s, size_t slot, size_t g, size_t position) {
-    return ((slot * s->G + g) * s->S + position) * s->D;
+static inline size_t layer_offset(const struct step *s, int layer) {
+    size_t positions = 0;
+    for (int l = 0; l < layer; l++) positions += ring_of(s, l);
+    return positions * (size_t)s->g->device.plan.limits.slots * s->G * s->D;
+}
+
+static inline size_t position_offset(const struct step *s, int layer, size_t slot, size_t g,
+                                     size_t position) {
+    const size_t R = ring_of(s, layer);
+    return ((slot * s->G + g) * R + position % R) * s->D;
 }
 
 static inline int32_t some_token(struct random_engine *r) {
@@ -61,16 +69,20 @@ static inline int32_t some_token(struct random_engine *r) {
     return (int32_t)((r->state >> 33) % (uint64_t)r->config.vocab_used);
 }
 
-/* Random keys and values of all layers for positions 0..count of a slot, on the host alone. */
+/* Random keys and values of all layers for positions 0..count of a slot, on the host alone: those that the
+ * row at `count` sees, and in bf16 for many rows those of a tile before. */
 static inline void fill_cache(const struct step *s, size_t slot, size_t count) {
-    const size_t m = dtype_size(s->dtype);
+    const bool tiled = s->dtype == BF16 && s->T > CUDA_DECODE_ROWS;
+    const size_t m = dtype_size(s->dtype), tile = tiled ? CUDA_RING : 1;
     uint64_t *state = &s->g->host.state;
     for (int l = 0; l < s->g->host.config.layers; l++)
-        for (size_t g = 0; g < s->G; g++) {
-            const size_t at = (layer_offset(s, l) + position_offset(s, slot, g, 0)) * m;
-            random_weights(state, (char *)was(s, REGION_KEYS) + at, s->dtype, count * s->D, 2);
-            random_weights(state, (char *)was(s, REGION_VALUES) + at, s->dtype, count * s->D, 1);
-        }
+        for (size_t g = 0; g < s->G; g++)
+            for (size_t p = first_seen(&s->g->host.config, l, count) / tile * tile; p < count;
+                 p++) {
+                const size_t at = (layer_offset(s, l) + position_offset(s, l, slot, g, p)) * m;
+                random_weights(state, (char *)was(s, REGION_KEYS) + at, s->dtype, s->D, 2);
+                random_weights(state, (char *)was(s, REGION_VALUES) + at, s->dtype, s->D, 1);
+            }
 }
 
 /* One case: the rows of the step, set through the table. */
@@ -133,7 +145,8 @@ static inline void check_squares(const struct step *s, const char *what) {
 static inline void check_embed(struct step *s) {
     struct gpu *g = s->g;
     const struct config *c = &g->host.config;
-    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * s->D);
+    const size_t half = (size_t)c->rotary_dims / 2, chunk = (size_t)g->device.plan.limits.chunk;
+    struct both *x = both_new(s->T * s->C), *turn = both_new(s->T * 2 * half);
     poison(s, REGION_X);
     poison(s, REGION_ROPE);
     begin(s);
@@ -146,18 +159,20 @@ static inline void check_embed(struct step *s) {
                 x[t * s->C + i] =
                     (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
             }
-            for (size_t i = 0; i < s->D / 2; i++) { /* cosines turn (1, 0), sines come with it */
-                struct both unit[2] = {{1, 1}, {0, 0}};
-                reference_rope(unit, g->host.engine.rope + i, row_numbers(s, 2)[t], 1,
-                               c->rope_scale);
-                turn[t * s->D + i] = unit[0];
-                turn[t * s->D + s->D / 2 + i] = unit[1];
-            }
         }
-        const float *turns = is_now(s, REGION_ROPE);
-        compare(s->name, "rope", turns, s->D, turn, s->T, s->D,
-                tolerance_of(turn, s->T * s->D, 0, F32, false));
-        gpu_allow(g, turns, s->T * s->D * sizeof *turns);
+        for (size_t table = 0; table < (size_t)c->rope_tables; table++) {
+            const float *turns = (float *)is_now(s, REGION_ROPE) + table * chunk * 2 * half;
+            for (size_t i = 0; i < s->T * half; i++) { /* cosines turn (1, 0), sines come with it */
+                struct both unit[2] = {{1, 1}, {0, 0}};
+                reference_rope(unit, g->host.engine.rope + table * half + i % half,
+                               row_numbers(s, 2)[i / half], 1, c->rope_scale);
+                turn[i / half * 2 * half + i % half] = unit[0];
+                turn[i / half * 2 * half + half + i % half] = unit[1];
+            }
+            compare(s->name, "rope", turns, 2 * half, turn, s->T, 2 * half,
+                    tolerance_of(turn, s->T * 2 * half, 0, F32, false));
+            gpu_allow(g, turns, s->T * 2 * half * sizeof *turns);
+        }
         end(s, "embed", REGION_X, F32, x, s->T, s->C, tolerance_of(x, s->T * s->C, 0, F32, false));
         check_squares(s, "embed");
     }
@@ -176,7 +191,7 @@ static inline void check_append(struct step *s, int layer, enum region region,
     for (size_t t = 0; t < s->T; t++)
         for (size_t g = 0; g < s->G; g++) {
             const size_t slot = (size_t)row_numbers(s, 1)[t], at = (size_t)row_numbers(s, 2)[t];
-            const size_t offset = layer_offset(s, layer) + position_offset(s, slot, g, at);
+            const size_t offset = layer_offset(s, layer) + position_offset(s, layer, slot, g, at);
             const char *from = (char *)is_now(s, region) + offset * m;
             for (size_t d = 0; d < s->D; d++) {
                 got[t * width + g * s->D + d] = weight_at(from, s->dtype, d);
@@ -196,10 +211,7 @@ static inline struct both *reference_qkv(const struct step *s, int layer, const 
     const struct columns columns = {s->qkv, s->D / 2, s->every};
     struct both *qkv = normed_product(x, e->layer[layer].norm_attention, e->config->norm_eps,
                                       e->layer[layer].qkv, s->dtype, s->T, s->C, columns);
-    for (size_t t = 0; t < s->T; t++)
-        for (size_t h = 0; h < s->H + s->G; h++)
-            reference_rope(qkv + t * s->qkv + h * s->D, e->rope, positions[t], s->D / 2,
-                           e->config->rope_scale);
+    for (size_t t = 0; t < s->T; t++) reference_heads(e, layer, qkv + t * s->qkv, positions[t]);
     round_plain(qkv, s->T * s->qkv, s->dtype);
     return qkv;
 }
@@ -231,7 +243,7 @@ static inline void check_qkv(struct step *s, int layer) {
 static inline void check_attend(struct step *s, int layer) {
     struct gpu *g = s->g;
     const size_t count = s->T * s->H * s->D;
-    const size_t cache = (size_t)g->device.plan.limits.slots * s->G * s->S * s->D;
+    const size_t cache = (size_t)g->device.plan.limits.slots * s->G * ring_of(s, layer) * s->D;
     const size_t before = layer_offset(s, layer) * dtype_size(s->dtype);
     poison(s, REGION_A);
     poison(s, REGION_PARTS);
@@ -251,8 +263,9 @@ static inline void check_attend(struct step *s, int layer) {
                                 .H = s->H,
                                 .G = s->G,
                                 .D = s->D,
-                                .S = s->S,
-                                .scale = g->host.config.attention_scale};
+                                .R = ring_of(s, layer),
+                                .layer = layer,
+                                .config = &g->host.config};
     attention(&job, s->dtype);
     end(s, "attend", REGION_A, s->dtype, a, s->T, s->H * s->D,
         tolerance_of(a, count, s->S, s->dtype, true));
@@ -264,19 +277,36 @@ static inline void check_attend(struct step *s, int layer) {
 
 /* ---- project ---- */
 
+/* x += in W^T, or RMSNorm of that. */
+static inline void reference_add(const struct step *s, int layer, enum projection which,
+                                 struct both *x, const struct both *in) {
+    const bool out = which == ATTENTION_OUT;
+    const struct layer_weights *w = &s->g->host.engine.layer[layer];
+    const float *norm = out ? w->after_attention : w->after_ffn;
+    struct both *y = norm ? both_new(s->T * s->C) : x;
+    product(y, in, out ? w->out : w->down, s->dtype, s->T, out ? s->H * s->D : s->F,
+            (struct columns){s->C, s->C, s->every});
+    if (!norm) return;
+    reference_norm(y, y, norm, s->g->host.config.norm_eps, s->T, s->C);
+    for (size_t i = 0; i < s->T * s->C; i++) {
+        x[i].exact += y[i].exact;
+        x[i].plain += y[i].plain;
+    }
+    free(y);
+}
+
 static inline void check_project(struct step *s, int layer, enum projection which) {
     struct gpu *g = s->g;
     const bool out = which == ATTENTION_OUT;
     const char *name = out ? "x + a Wout" : "x + h Wdown";
     const size_t K = out ? s->H * s->D : s->F;
-    const struct layer_weights *w = &g->host.engine.layer[layer];
     struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
     begin(s);
     g->device.ops->project(&g->device, layer, which, s->rows);
+    cuda_settle(&g->device);
     if (gpu_read(g, s->name, name)) {
         struct both *in = both_of(was(s, out ? REGION_A : REGION_H), s->dtype, s->T * K);
-        product(x, in, out ? w->out : w->down, s->dtype, s->T, K,
-                (struct columns){s->C, s->C, s->every});
+        reference_add(s, layer, which, x, in);
         end(s, name, REGION_X, F32, x, s->T, s->C,
             tolerance_of(x, s->T * s->C, K, s->dtype, false));
         check_squares(s, name);
@@ -287,7 +317,7 @@ static inline void check_project(struct step *s, int layer, enum projection whic
 
 /* ---- gate and up ---- */
 
-/* silu(gate) up, rounded as it is stored. */
+/* activation(gate) up, rounded as it is stored. */
 static inline struct both *reference_gate_up(const struct step *s, int layer,
                                              const struct both *x) {
     const struct engine *e = &s->g->host.engine;
@@ -295,7 +325,7 @@ static inline struct both *reference_gate_up(const struct step *s, int layer,
     struct both *h = both_new(s->T * s->F);
     struct both *gate_up = normed_product(x, w->norm_ffn, e->config->norm_eps, w->gate_up, s->dtype,
                                           s->T, s->C, (struct columns){2 * s->F, s->F, s->every});
-    reference_activate(SILU, h, gate_up, s->T, s->F);
+    reference_activate(e->config->activation, h, gate_up, s->T, s->F);
     round_plain(h, s->T * s->F, s->dtype);
     free(gate_up);
     return h;
@@ -333,6 +363,8 @@ static inline void check_classify(struct step *s) {
         struct both *logits =
             normed_product(x, e->norm_final, e->config->norm_eps, e->classifier, s->dtype, n, s->C,
                            (struct columns){used, used, s->every});
+        for (size_t i = 0; i < n * used; i++)
+            logits[i] = reference_cap(logits[i], e->config->final_cap);
         compare(s->name, "logits", got, s->V, logits, n, used,
                 tolerance_of(logits, n * used, s->C, s->dtype, false));
         float *row = allocated(used * sizeof *row);

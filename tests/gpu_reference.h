@@ -119,17 +119,17 @@ static inline void product(struct both *y, const struct both *in, const void *W,
     free(plain);
 }
 
-/* y[T, N] = RMSNorm(x) W^T: rounded inputs x gamma, then the norm's factor. */
+/* y[T, N] = RMSNorm(x) W^T: rounded inputs x gamma, then the norm's factor; gamma NULL: x W^T. */
 static inline struct both *normed_product(const struct both *x, const float *gamma, float eps,
                                           const void *W, enum dtype dtype, size_t T, size_t K,
                                           struct columns columns) {
     struct both *y = both_new(T * columns.N), *in = both_new(T * K);
     for (size_t i = 0; i < T * K; i++) {
-        const float w = gamma[i % K];
+        const float w = gamma ? gamma[i % K] : 1;
         in[i] = (struct both){x[i].exact * (double)w, rounded(x[i].plain * w, dtype)};
     }
     product(y, in, W, dtype, T, K, columns);
-    for (size_t t = 0; t < T; t++) {
+    for (size_t t = 0; gamma && t < T; t++) {
         struct both sum = {0, 0};
         for (size_t k = 0; k < K; k++) {
             sum.exact += x[t * K + k].exact * x[t * K + k].exact;
@@ -149,25 +149,30 @@ static inline struct both *normed_product(const struct both *x, const float *gam
 /* ---- attention ---- */
 
 struct attention_job {
-    const struct both *q, *k, *v; /* [T, H, D], [slots, G, S, D] */
+    const struct both *q, *k, *v; /* [T, H, D], [slots, G, R, D]; position s lies at s mod R */
     struct both *out;             /* [T, H, D] */
     const int32_t *slots, *positions;
-    size_t T, H, G, D, S;
-    float scale;
+    size_t T, H, G, D, R;
+    int layer;
+    const struct config *config; /* scale, cap, windows */
     bool rounds; /* the weights of the values: to bf16, as inputs of a product on tensor cores */
 };
 
-/* The weights of `count` positions, the largest 1. Returns their sum, before they are rounded. */
+/* The weights of `count` positions from `first` on, the largest 1. Returns their sum, before they are
+ * rounded. */
 static inline struct both weigh(struct both *weight, const struct both *q, const struct both *k,
-                                size_t count, const struct attention_job *a) {
+                                size_t first, size_t count, const struct attention_job *a) {
+    const float scale = a->config->attention_scale;
     struct both top = {-INFINITY, -INFINITY}, sum = {0, 0};
     for (size_t s = 0; s < count; s++) {
         struct both score = {0, 0};
         for (size_t d = 0; d < a->D; d++) {
-            score.exact += q[d].exact * k[s * a->D + d].exact;
-            score.plain += q[d].plain * k[s * a->D + d].plain;
+            const struct both key = k[(first + s) % a->R * a->D + d];
+            score.exact += q[d].exact * key.exact;
+            score.plain += q[d].plain * key.plain;
         }
-        weight[s] = (struct both){score.exact * (double)a->scale, score.plain * a->scale};
+        weight[s] = reference_cap((struct both){score.exact * (double)scale, score.plain * scale},
+                                  a->config->attention_cap);
         top.exact = fmax(top.exact, weight[s].exact);
         top.plain = fmaxf(top.plain, weight[s].plain);
     }
@@ -185,17 +190,19 @@ static inline struct both weigh(struct both *weight, const struct both *q, const
 static inline void attention_heads(struct member me, void *job) {
     const struct attention_job *a = job;
     const size_t D = a->D;
-    struct both *weight = both_new(a->S), *out = both_new(D);
+    struct both *weight = both_new(a->R), *out = both_new(D);
     for (size_t i = me.index; i < a->T * a->H; i += me.count) {
         const size_t t = i / a->H, g = i % a->H / (a->H / a->G);
-        const size_t from = ((size_t)a->slots[t] * a->G + g) * a->S * D;
-        const size_t count = (size_t)a->positions[t] + 1;
-        const struct both sum = weigh(weight, a->q + i * D, a->k + from, count, a);
+        const size_t from = ((size_t)a->slots[t] * a->G + g) * a->R * D;
+        const size_t first = first_seen(a->config, a->layer, (size_t)a->positions[t]);
+        const size_t count = (size_t)a->positions[t] + 1 - first;
+        const struct both sum = weigh(weight, a->q + i * D, a->k + from, first, count, a);
         memset(out, 0, D * sizeof *out);
         for (size_t s = 0; s < count; s++)
             for (size_t d = 0; d < D; d++) {
-                out[d].exact += weight[s].exact * a->v[from + s * D + d].exact;
-                out[d].plain += weight[s].plain * a->v[from + s * D + d].plain;
+                const struct both value = a->v[from + (first + s) % a->R * D + d];
+                out[d].exact += weight[s].exact * value.exact;
+                out[d].plain += weight[s].plain * value.plain;
             }
         for (size_t d = 0; d < D; d++)
             a->out[i * D + d] = (struct both){out[d].exact / sum.exact, out[d].plain / sum.plain};

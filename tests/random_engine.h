@@ -63,6 +63,40 @@ static inline struct config random_config(struct shape s, enum dtype dtype) {
     return c;
 }
 
+/* Flags that differ with T, and windows and RoPE tables that differ from layer to layer. */
+static inline void random_flags(struct config *c, int T, int position) {
+    static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
+    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
+    c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
+    c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
+    c->rope_tables = 1 + T % 2;
+    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
+    c->activation = T % 7 > 3 ? GELU_TANH : SILU;
+    c->attention_cap = T % 6 == 2 ? 2.5f : 0;
+    c->final_cap = T % 6 == 3 ? 1.5f : 0;
+    for (int l = 0; l < c->layers; l++) {
+        const int table = (T + l) % 3;
+        c->layer[l].window = windows[(T + position + l) % 9];
+        c->layer[l].rope_table = table < c->rope_tables ? table : NO_ID;
+    }
+}
+
+/* What families have beside a Llama; their windows, and a layer without RoPE, they all have. */
+enum family { LLAMA, QWEN, QWEN3, GEMMA, OLMO, FAMILIES };
+static inline void random_family(struct config *c, enum family family) {
+    if (family == LLAMA) return;
+    c->qkv_bias = family == QWEN;
+    c->qk_norm = family == QWEN ? QK_NORM_NONE : family == OLMO ? QK_NORM_FULL : QK_NORM_HEAD;
+    if (family == OLMO) c->norm_placement = NORM_AFTER;
+    if (family == GEMMA) {
+        c->norm_placement = NORM_BEFORE_AND_AFTER;
+        c->activation = GELU_TANH;
+        c->attention_cap = 3;
+    }
+    for (int l = 0; l < c->layers; l++) c->layer[l].window = l % 2 ? 9 : 530;
+    c->layer[c->layers - 1].rope_table = c->layers > 1 ? NO_ID : 0;
+}
+
 /* Matrices of about unit gain, norms around 1, inverse frequencies from 1 down. */
 static inline void random_tensor(struct random_engine *r, const struct tensor *t) {
     void *to = (char *)engine_region(&r->engine, REGION_WEIGHTS) + t->offset;

@@ -56,35 +56,6 @@ static inline struct step step_of(struct random_engine *r, struct rows rows) {
     return s;
 }
 
-/* What follows the product in a row of qkv: bias, norms of q's and k's heads, RoPE. */
-static inline void reference_heads(const struct step *s, int layer, struct both *row,
-                                   int position) {
-    const struct engine *e = &s->r->engine;
-    const struct layer_weights *w = &e->layer[layer];
-    const size_t half = (size_t)e->config->rotary_dims / 2;
-    const int table = e->config->layer[layer].rope_table;
-    for (size_t i = 0; w->qkv_bias && i < s->qkv; i++)
-        row[i] =
-            (struct both){row[i].exact + (double)w->qkv_bias[i], row[i].plain + w->qkv_bias[i]};
-    const bool spans = e->config->qk_norm == QK_NORM_FULL;
-    struct both *k = row + s->H * s->D;
-    if (spans) reference_norm(row, row, w->norm_q, e->config->norm_eps, 1, s->H * s->D);
-    if (spans) reference_norm(k, k, w->norm_k, e->config->norm_eps, 1, s->G * s->D);
-    for (size_t i = 0; i < s->H + s->G; i++, row += s->D) {
-        const float *norm = i < s->H ? w->norm_q : w->norm_k;
-        if (norm && !spans) reference_norm(row, row, norm, e->config->norm_eps, 1, s->D);
-        if (table != NO_ID)
-            reference_rope(row, e->rope + (size_t)table * half, position, half,
-                           e->config->rope_scale);
-    }
-}
-
-/* The first position that a row at this one sees. */
-static inline size_t first_seen(const struct step *s, int layer, size_t position) {
-    const size_t window = (size_t)s->r->config.layer[layer].window;
-    return window && position + 1 > window ? position + 1 - window : 0;
-}
-
 /* y may err twice as much as the plain computation does at worst, and a few roundings. */
 static inline void compare(const struct step *s, const char *what, const float *y, size_t y_stride,
                            const struct both *right, size_t rows, size_t columns) {

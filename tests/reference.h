@@ -7,6 +7,7 @@
 #include "kernels/ops.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -128,6 +129,34 @@ static inline void reference_rope(struct both *x, const float *frequency, int po
         x[half + i] = (struct both){b.exact * c.exact + a.exact * s.exact,
                                     b.plain * c.plain + a.plain * s.plain};
     }
+}
+
+/* What follows the product in a row of qkv: bias, norms of q's and k's heads, RoPE. */
+static inline void reference_heads(const struct engine *e, int layer, struct both *row,
+                                   int position) {
+    const struct config *c = e->config;
+    const struct layer_weights *w = &e->layer[layer];
+    const size_t H = (size_t)c->heads, G = (size_t)c->kv_heads, D = (size_t)c->head_dim;
+    const size_t half = (size_t)c->rotary_dims / 2;
+    const int table = c->layer[layer].rope_table;
+    for (size_t i = 0; w->qkv_bias && i < (H + 2 * G) * D; i++)
+        row[i] =
+            (struct both){row[i].exact + (double)w->qkv_bias[i], row[i].plain + w->qkv_bias[i]};
+    const bool spans = c->qk_norm == QK_NORM_FULL;
+    if (spans) reference_norm(row, row, w->norm_q, c->norm_eps, 1, H * D);
+    if (spans) reference_norm(row + H * D, row + H * D, w->norm_k, c->norm_eps, 1, G * D);
+    for (size_t i = 0; i < H + G; i++, row += D) {
+        const float *norm = i < H ? w->norm_q : w->norm_k;
+        if (norm && !spans) reference_norm(row, row, norm, c->norm_eps, 1, D);
+        if (table != NO_ID)
+            reference_rope(row, e->rope + (size_t)table * half, position, half, c->rope_scale);
+    }
+}
+
+/* The first position that a row at this one sees. */
+static inline size_t first_seen(const struct config *c, int layer, size_t position) {
+    const size_t window = (size_t)c->layer[layer].window;
+    return window && position + 1 > window ? position + 1 - window : 0;
 }
 
 /* out[D] = softmax(scale q . k, with a cap) v over `count` positions. */

@@ -42,7 +42,7 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
     struct both *gate_up = both_new(T * 2 * s->F), *k = both_new(KV), *v = both_new(KV);
     reference_norm(normed, x, w->norm_attention, e->config->norm_eps, T, s->C);
     reference_product(qkv, normed, w->qkv, dtype, T, s->qkv, s->C);
-    for (size_t t = 0; t < T; t++) reference_heads(s, layer, qkv + t * s->qkv, (int)t);
+    for (size_t t = 0; t < T; t++) reference_heads(e, layer, qkv + t * s->qkv, (int)t);
     for (size_t i = 0; i < s->H; i++) {
         const size_t g = i / (s->H / s->G);
         for (size_t j = 0; j < KV; j++) {
@@ -51,8 +51,9 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
         }
         for (size_t t = 0; t < T; t++)
             reference_attend(a + (t * s->H + i) * D, qkv + (t * heads + i) * D,
-                             k + first_seen(s, layer, t) * D, v + first_seen(s, layer, t) * D,
-                             t + 1 - first_seen(s, layer, t), D, e->config->attention_scale,
+                             k + first_seen(e->config, layer, t) * D,
+                             v + first_seen(e->config, layer, t) * D,
+                             t + 1 - first_seen(e->config, layer, t), D, e->config->attention_scale,
                              e->config->attention_cap);
     }
     reference_project(x, a, w->out, dtype, T, s->C, s->H * D, w->after_attention,
@@ -88,23 +89,12 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
     return logits;
 }
 
-/* What families have beside a Llama. */
-static void vary(struct config *c, bool gemma, bool olmo) {
-    c->qkv_bias = !gemma && !olmo;
-    c->qk_norm = gemma ? QK_NORM_HEAD : olmo ? QK_NORM_FULL : QK_NORM_NONE;
-    c->norm_placement = gemma ? NORM_BEFORE_AND_AFTER : olmo ? NORM_AFTER : NORM_BEFORE;
-    c->activation = gemma ? GELU_TANH : SILU;
-    c->attention_cap = gemma ? 3 : 0;
-}
-
 /* However a sequence is cut into steps, and by however many threads: its logits are right, and the same
  * to the bit. */
 static void check_chunks(struct shape shape, enum dtype dtype, int n, const int (*ways)[4],
                          int count) {
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
-    vary(&r.config, dtype == BF16, n % 4 > 0);
-    for (int l = 0; l < shape.L; l++) r.config.layer[l].window = l % 2 ? 9 : 530;
-    r.config.layer[shape.L - 1].rope_table = shape.L > 1 ? NO_ID : 0;
+    random_family(&r.config, dtype == BF16 ? GEMMA : n % 4 > 0 ? OLMO : QWEN);
     struct step s = {.r = &r, .V = (size_t)shape.V};
     const size_t bytes = (size_t)n * s.V * sizeof(float);
     int32_t *tokens = malloc((size_t)n * sizeof *tokens);

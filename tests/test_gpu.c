@@ -57,9 +57,9 @@ static void check_step(struct gpu *g, int T, int position, size_t every) {
     }
 }
 
-static void check_shape(struct shape shape, enum dtype dtype, int T, int position) {
+static void check_config(struct config c, int T, int position) {
+    const struct shape shape = {.C = c.width, .V = c.vocab};
     struct gpu g;
-    struct config c = random_config(shape, dtype);
     c.rope_scale = 1.25f;
     c.embed_scale = 1.5f;
     c.tied = T % 2;
@@ -73,6 +73,10 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     gpu_close(&g);
 }
 
+static void check_shape(struct shape shape, enum dtype dtype, int T, int position) {
+    check_config(random_config(shape, dtype), T, position);
+}
+
 static void operators_on_ragged_shapes(void) {
     int n = 0;
     for (int i = 0; i < SHAPES; i += quick ? 5 : 1)
@@ -80,6 +84,21 @@ static void operators_on_ragged_shapes(void) {
             for (int dtype = F32; dtype <= BF16; dtype++, n++)
                 check_shape(shapes[i], (enum dtype)dtype, rows[t],
                             positions[(n / 2 + n / (2 * ROWS)) % POSITIONS]);
+}
+
+/* The flags of the families, windows that go round their rings among them. */
+static void operators_with_every_flag(void) {
+    static const int from[] = {0, 1, 64, 127, 500, 1500};
+    int n = 0;
+    for (int i = 0; i < SHAPES; i += quick ? 4 : 1)
+        for (int t = 0; t < ROWS; t += quick ? 4 : 1)
+            for (int dtype = F32; dtype <= BF16; dtype++, n++) {
+                struct config c = random_config(shapes[i], (enum dtype)dtype);
+                const int position = from[(n / 2 + i) % 6];
+                if (c.width > 1000 && position > 500) continue;
+                random_flags(&c, rows[t] + i, position);
+                check_config(c, rows[t], position);
+            }
 }
 
 /* Sums of every length that one row, or a few, have a form for: at the ends of what a form
@@ -314,7 +333,22 @@ static void models_in_any_chunks(void) {
         {576, 2, 9, 3, 64, 1536, 1001}, {72, 2, 6, 2, 96, 88, 131}, {256, 2, 7, 1, 128, 520, 257}};
     for (int i = 0; i < (quick ? 1 : 3); i++)
         for (int dtype = F32; dtype <= BF16; dtype++)
-            check_chunks(models[i], (enum dtype)dtype, quick ? 20 : 150, chunks, quick ? 2 : 5);
+            check_chunks(random_config(models[i], (enum dtype)dtype), quick ? 20 : 150, chunks,
+                         quick ? 2 : 5);
+}
+
+/* Of each family, past its windows. */
+static void families_in_any_chunks(void) {
+    static const int chunks[] = {1, 16, 5, 129};
+    static const struct shape models[] = {{264, 3, 6, 3, 64, 536, 331},
+                                          {72, 2, 4, 1, 256, 88, 131}};
+    for (int family = QWEN; family < FAMILIES; family++)
+        for (int dtype = F32; dtype <= BF16; dtype++) {
+            struct config c = random_config(models[family % 2], (enum dtype)dtype);
+            random_family(&c, (enum family)family);
+            if (quick) c.layer[0].window = 12;
+            check_chunks(c, quick ? 20 : 600, chunks, quick ? 2 : 4);
+        }
 }
 
 /* Also as a graph: all numbers of rows that are captured, and those beside them. */
@@ -416,6 +450,7 @@ static const struct {
 } tests[] = {
     {"operators_on_ragged_shapes", operators_on_ragged_shapes},
     {"operators_on_a_wide_layer", operators_on_a_wide_layer},
+    {"operators_with_every_flag", operators_with_every_flag},
     {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
     {"operators_after_long_caches", operators_after_long_caches},
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
@@ -426,6 +461,7 @@ static const struct {
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
     {"models_in_any_chunks", models_in_any_chunks},
+    {"families_in_any_chunks", families_in_any_chunks},
     {"the_same_bits_again", the_same_bits_again},
     {"the_same_bits_of_a_prompt", the_same_bits_of_a_prompt},
     {"draws_as_the_cpu_makes_them", draws_as_the_cpu_makes_them},

@@ -11,7 +11,7 @@
 static void fill_cache(const struct step *s, size_t slot, size_t count) {
     for (int l = 0; l < s->r->config.layers; l++)
         for (size_t g = 0; g < s->G; g++)
-            for (size_t p = first_seen(s, l, count); p < count; p++)
+            for (size_t p = first_seen(&s->r->config, l, count); p < count; p++)
                 for (size_t d = 0; d < s->D; d++) {
                     *cached(s, REGION_KEYS, l, slot, g, p, d) = random_float(&s->r->state) * 2;
                     *cached(s, REGION_VALUES, l, slot, g, p, d) = random_float(&s->r->state);
@@ -117,7 +117,7 @@ static void check_qkv(struct step *s, int layer) {
     if (w->norm_attention) reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
     reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
     for (size_t t = 0; t < s->T; t++)
-        reference_heads(s, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
+        reference_heads(&s->r->engine, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
     compare(s, "q", region(s, REGION_QKV), s->qkv, qkv, s->T, s->qkv);
     check_append(s, layer, REGION_KEYS, qkv, s->H * s->D);
     check_append(s, layer, REGION_VALUES, qkv, (s->H + s->G) * s->D);
@@ -137,7 +137,7 @@ static void check_attend(struct step *s, int layer) {
     for (size_t t = 0; t < s->T; t++)
         for (size_t g = 0; g < s->G; g++) {
             const size_t slot = (size_t)row_numbers(s, 1)[t];
-            const size_t first = first_seen(s, layer, (size_t)row_numbers(s, 2)[t]);
+            const size_t first = first_seen(&s->r->config, layer, (size_t)row_numbers(s, 2)[t]);
             const size_t count = (size_t)row_numbers(s, 2)[t] + 1 - first, per_group = s->H / s->G;
             struct both *k = both_new(count * s->D), *v = both_new(count * s->D);
             for (size_t i = 0; i < count * s->D; i++) {
@@ -246,24 +246,6 @@ static void check_step(struct step *s) {
     if (s->rows.classified) check_classify(s);
 }
 
-/* What families differ in, each about as often as not. */
-static void vary(struct config *c, int T, int position) {
-    static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
-    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
-    c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
-    c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
-    c->rope_tables = 1 + T % 2;
-    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
-    c->activation = T % 7 > 3 ? GELU_TANH : SILU;
-    c->attention_cap = T % 6 == 2 ? 2.5f : 0;
-    c->final_cap = T % 6 == 3 ? 1.5f : 0;
-    for (int l = 0; l < c->layers; l++) {
-        const int table = (T + l) % 3;
-        c->layer[l].window = windows[(T + position + l) % 9];
-        c->layer[l].rope_table = table < c->rope_tables ? table : NO_ID;
-    }
-}
-
 /* T rows at a position of slot 1 of two; everything else in the caches is NaN. */
 static void check_shape(struct shape shape, enum dtype dtype, int T, int position, int threads) {
     struct random_engine r;
@@ -271,7 +253,7 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.rope_scale = 1.25f;
     c.embed_scale = 1.5f;
     c.tied = T % 2;
-    vary(&c, T, position);
+    random_flags(&c, T, position);
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
     random_engine_open(&r, c,
                        (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});

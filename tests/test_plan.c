@@ -63,6 +63,23 @@ static void test_plan_for_a_device(void **state) {
     }
 }
 
+/* Layers with a window keep a ring: what the rows of a step see together. */
+static void test_rings_of_a_device(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct plan plan;
+    struct error error = {0};
+    struct limits limits = {4001, 500, 2, 3, 2, true};
+    c.layer[0].window = 1024; /* and 499 rows more: 1523, of tiles 1536 */
+    c.layer[1].window = 3900; /* more than the context */
+    assert_int_equal(plan_device_ring(&c, &limits, 0), 1536);
+    assert_int_equal(plan_device_ring(&c, &limits, 1), 4001);
+    assert_int_equal(plan_device_ring(&c, &limits, 2), 4001);
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_int_equal(plan.region[REGION_KEYS].bytes, 4UL * 2 * 3 * (1536 + 29 * 4001) * 64);
+    assert_int_equal(plan.region[REGION_VALUES].bytes, plan.region[REGION_KEYS].bytes);
+}
+
 static void test_plan_largest_context(void **state) {
     (void)state;
     struct config c = plan_config();
@@ -121,9 +138,9 @@ static void test_plan_too_large(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_plan_regions),         cmocka_unit_test(test_plan_for_a_device),
-        cmocka_unit_test(test_plan_largest_context), cmocka_unit_test(test_plan_chunk),
-        cmocka_unit_test(test_plan_too_large),
+        cmocka_unit_test(test_plan_regions),      cmocka_unit_test(test_plan_for_a_device),
+        cmocka_unit_test(test_rings_of_a_device), cmocka_unit_test(test_plan_largest_context),
+        cmocka_unit_test(test_plan_chunk),        cmocka_unit_test(test_plan_too_large),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -7,20 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reader
-from engine import answer, logits, model, refusal, run
+from engine import GPU, answer, logits, model, need_gpu, refusal, run
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB = 49152
-GPU = ("--device", "cuda")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
-    done = run(model("bf16"), "--ids", "1", "-n", 0, *GPU)
-    line = done.stderr.decode().strip().splitlines()[-1] if done.returncode else ""
-    if any(why in line for why in ("no NVIDIA driver", "no CUDA-capable", "has no CUDA", "8.0 is")):
-        pytest.skip(line)
-    assert done.returncode == 0, done.stderr
+    need_gpu(model("bf16"))
 
 
 def prompts():

@@ -1,0 +1,306 @@
+/* Decode of one row on Hopper, how a kernel's weights stream past its inputs: units and rows, the producer
+ * that fills a ring with weights, the inputs in registers, the dot products. cuda_decode.cu has what follows
+ * these, and the kernel. */
+#ifndef KERNELS_CUDA_DECODE_CUH
+#define KERNELS_CUDA_DECODE_CUH
+
+#include "kernels/cuda.cuh"
+#include "kernels/cuda.h"
+
+namespace {
+
+enum { WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MAX_STAGES = 32 };
+enum mode { QKV, PROJECT, GATE_UP, STORE };
+
+struct stream {
+    const bf16 *W;         /* [rows, K] */
+    const float *x;        /* f32 [K], with norm: QKV, GATE_UP, STORE */
+    const float *gamma;    /* f32 [K]; NULL: no norm */
+    const bf16 *in;        /* [K]: PROJECT */
+    float *y;              /* f32 [rows]: PROJECT, STORE */
+    const float *residual; /* f32 [rows]: PROJECT, y = residual + product; NULL: y = product */
+    bf16 *h;               /* [F]: GATE_UP */
+    /* A norm after a product. PROJECT leaves the sum of squares of y in parts, of a block each. The next
+     * kernel adds: x_after = x + RMSNorm(added), and that is its x. added NULL: nothing to add. */
+    float *squares_left;        /* f32 [blocks]; NULL: none */
+    const float *added, *after; /* f32 [K], the product and the norm's weights */
+    const float *squares;       /* f32 [parts] */
+    float *x_after;             /* f32 [K] */
+    int parts;
+    bool gelu;
+    int K, units, stages; /* a unit is a row, or a pair of rows: RoPE's, or gate and up */
+    int in_flight;        /* stages asked for and not landed, at most */
+    int partner;          /* GATE_UP: rows from gate to up, F */
+    float eps;
+    /* QKV */
+    struct heads heads; /* of row 0 */
+};
+
+/* How a kernel reads rows of K values: SLICES warps share a row, each lane holding VECTORS times 8
+ * of its inputs, of which the last PARTIAL may lie past the end; WARPS / SLICES groups of warps
+ * take ROWS rows of a stage each. */
+template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
+    static constexpr int SLICES = SLICES_, VECTORS = VECTORS_, ROWS = ROWS_, PARTIAL = PARTIAL_;
+    static constexpr int STAGE = WARPS / SLICES * ROWS; /* rows */
+    static constexpr int PAIRS = (ROWS + 1) / 2;        /* that the tensor cores take at once */
+    static_assert(WARPS % SLICES == 0 && (ROWS == 1 || ROWS == 2 || ROWS == 4),
+                  "rows fold into lanes by halves");
+};
+
+/* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
+ * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, one with
+ * 168. */
+template <class F> constexpr int registers() {
+    if (F::VECTORS > 7) return 168;
+    if (F::VECTORS > 4) return 80;
+    if (F::SLICES < 8) return 72;
+    return F::VECTORS > 2 ? 64 : 56;
+}
+
+/* ---- units and rows ---- */
+
+template <mode M> constexpr int rows_of_unit = M == QKV || M == GATE_UP ? 2 : 1;
+
+/* The row of W that is a unit's first or second. In QKV a unit is two dimensions of a head that
+ * turn together, j and j + half; dimensions that do not turn pair up with a neighbour. */
+template <mode M> __device__ __forceinline__ size_t row_of(const stream &p, int unit, int which) {
+    if (M == GATE_UP) return (size_t)unit + (size_t)which * p.partner;
+    if (M == QKV) {
+        const heads &h = p.heads;
+        const int head = unit / (h.D / 2), j = unit % (h.D / 2);
+        return (size_t)head * h.D + (j < h.half ? j + which * h.half : 2 * j + which);
+    }
+    return (size_t)unit;
+}
+
+/* ---- the producer ---- */
+
+/* Copies this block's rows, stage after stage; a lane takes one row of a stage. */
+template <mode M, class F>
+__device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *empty,
+                        int first_unit, int rows) {
+    constexpr int U = rows_of_unit<M>;
+    const int lane = threadIdx.x % 32, stages = (rows + F::STAGE - 1) / F::STAGE;
+    const uint32_t row_bytes = (uint32_t)p.K * 2;
+    for (int i = 0, s = 0, parity = 1, landed = 0, landed_parity = 0; i < stages; i++) {
+        if (i >= p.stages) barrier_wait(shared_address(&empty[s]), parity);
+        if (i >= p.in_flight) { /* more would queue ahead of the chain's activations */
+            barrier_wait(shared_address(&full[landed]), landed_parity);
+            if (++landed == p.stages) landed = 0, landed_parity ^= 1;
+        }
+        const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
+        const uint32_t barrier = shared_address(&full[s]);
+        if (lane == 0) barrier_expect(barrier, (uint32_t)count * row_bytes);
+        __syncwarp(); /* the bytes are expected | copied */
+        if (lane < count)
+            copy_bulk(shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes,
+                      p.W + row_of<M>(p, first_unit + row / U, row % U) * p.K, row_bytes, barrier);
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+}
+
+/* ---- inputs ---- */
+
+/* This lane's inputs, two bf16 a word. Lanes past the end of a row hold zeros and look at its first
+ * chunk, whose weights count for nothing. */
+template <class F> struct inputs { uint32_t x[F::VECTORS * 4]; };
+
+/* Which 8 inputs of a row are vector v of this lane, and whether the row has them. */
+template <class F> __device__ __forceinline__ int chunk_of(int v, int K, bool *valid) {
+    const int chunk =
+        v * F::SLICES * 32 + (int)threadIdx.x / 32 % F::SLICES * 32 + (int)threadIdx.x % 32;
+    *valid = v < F::VECTORS - F::PARTIAL || chunk < K / 8;
+    return *valid ? chunk : 0;
+}
+
+/* 8 floats from `from` on. */
+struct eight {
+    float4 a, b;
+    __device__ __forceinline__ float operator[](int i) const {
+        const float4 &half = i < 4 ? a : b;
+        return i % 4 == 0 ? half.x : i % 4 == 1 ? half.y : i % 4 == 2 ? half.z : half.w;
+    }
+};
+
+/* The factor of the norm after the product before: its parts, added up by every warp. */
+__device__ __forceinline__ float factor_of_added(const stream &p) {
+    float sum = 0;
+    for (int i = (int)threadIdx.x % 32; i < p.parts; i += 32) sum += __ldcg(p.squares + i);
+    return rsqrtf(warp_sum(sum) / (float)p.K + p.eps);
+}
+
+/* 8 of x from `chunk` on. AFTER: and what a norm adds to it. */
+template <bool AFTER>
+__device__ __forceinline__ eight load_x(const stream &p, int chunk, float factor) {
+    const float4 *from = (const float4 *)p.x + chunk * 2;
+    eight x = {__ldcg(from), __ldcg(from + 1)};
+    if (!AFTER || !p.added) return x;
+    const float4 *added = (const float4 *)p.added + chunk * 2;
+    const float4 *weights = (const float4 *)p.after + chunk * 2;
+    const float4 u[2] = {__ldcg(added), __ldcg(added + 1)};
+    const float4 w[2] = {__ldg(weights), __ldg(weights + 1)};
+    x.a.x += u[0].x * factor * w[0].x, x.a.y += u[0].y * factor * w[0].y;
+    x.a.z += u[0].z * factor * w[0].z, x.a.w += u[0].w * factor * w[0].w;
+    x.b.x += u[1].x * factor * w[1].x, x.b.y += u[1].y * factor * w[1].y;
+    x.b.z += u[1].z * factor * w[1].z, x.b.w += u[1].w * factor * w[1].w;
+    return x;
+}
+
+/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not
+ * depend on other kernels and is there before the wait. AFTER: x is what the norm after a product makes
+ * of it, which block 0 keeps. */
+template <class F, bool AFTER>
+__device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
+    eight gamma[F::VECTORS];
+    float sum = 0, factor = 0;
+    bool valid;
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        const float4 *from = (const float4 *)p.gamma + chunk_of<F>(v, p.K, &valid) * 2;
+        gamma[v] = {{1, 1, 1, 1}, {1, 1, 1, 1}};
+        if (!AFTER || p.gamma) gamma[v] = {__ldg(from), __ldg(from + 1)};
+    }
+    wait_for_inputs();
+    if (AFTER && p.added) factor = factor_of_added(p);
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        const int chunk = chunk_of<F>(v, p.K, &valid);
+        const eight x = load_x<AFTER>(p, chunk, factor);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            if (valid) sum += x[i] * x[i] + x[i + 1] * x[i + 1];
+            const uint32_t pair = pack_halves(x[i] * gamma[v][i], x[i + 1] * gamma[v][i + 1]);
+            in.x[v * 4 + i / 2] = valid ? pair : 0;
+        }
+        if (!AFTER || !p.added || blockIdx.x > 0 || !valid) continue;
+        if (threadIdx.x / 32 >= F::SLICES) continue; /* the other groups of warps have the same */
+        ((float4 *)p.x_after)[chunk * 2] = x.a, ((float4 *)p.x_after)[chunk * 2 + 1] = x.b;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+}
+
+template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, const stream &p) {
+    wait_for_inputs();
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        bool valid;
+        const uint4 w = __ldcg((const uint4 *)p.in + chunk_of<F>(v, p.K, &valid));
+        const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) in.x[v * 4 + i] = valid ? pairs[i] : 0;
+    }
+}
+
+/* ---- the consumers ---- */
+
+/* Dot products on the tensor cores. Four neighbouring lanes hold a part of two rows and the same
+ * part of the inputs: as operand A, row p is part p of the first row of W and row p + 8 that of the
+ * second; as operand B, column p is part p of the inputs. Of their products those count where both
+ * are the same part. Seven eighths are for nothing, but it is a sixteenth of the instructions that
+ * multiply-adds would take, and a stage that lies there is done sooner: so a block that fell behind
+ * catches up.
+ *
+ * sums[pair][0] takes the first two words of both rows, sums[pair][1] the other two. A single row
+ * is cut in two instead: rows p are its first and third word, which sums[0][0] takes, rows p + 8
+ * the others. */
+template <class F>
+__device__ __forceinline__ void multiply(float sums[F::PAIRS][2][4], const uint32_t x[4],
+                                         const uint4 w[F::ROWS]) {
+    if constexpr (F::ROWS == 1) {
+        const uint32_t both[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
+        multiply_add(sums[0][0], both, x[0], x[2]);
+        multiply_add(sums[0][1], both, x[1], x[3]);
+    } else {
+#pragma unroll
+        for (int pair = 0; pair < F::PAIRS; pair++) {
+            const uint4 a = w[2 * pair], b = w[2 * pair + 1];
+            const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
+            multiply_add(sums[pair][0], even, x[0], x[1]);
+            multiply_add(sums[pair][1], odd, x[2], x[3]);
+        }
+    }
+}
+
+/* Adds up the parts: part p's sums lie in lane 4 p + p / 2. Rows fold into halves of the parts
+ * first. Returns the sum of row `part` in the lane of part 0 to ROWS - 1. */
+template <class F> __device__ __forceinline__ float fold(const float sums[F::PAIRS][2][4]) {
+    const int part = threadIdx.x % 32 / 4;
+    float sum[F::PAIRS];
+#pragma unroll
+    for (int pair = 0; pair < F::PAIRS; pair++) {
+        const float(*s)[4] = sums[pair];
+        const float a = part % 2 ? s[0][1] : s[0][0], b = part % 2 ? s[0][3] : s[0][2];
+        const float c = part % 2 ? s[1][1] : s[1][0], d = part % 2 ? s[1][3] : s[1][2];
+        const float first = a + c, second = b + d; /* rows; of the cut one, a + d */
+        const float keep = F::ROWS == 1 ? a + d : part % 2 ? second : first;
+        const float send = F::ROWS == 1 ? a + d : part % 2 ? first : second;
+        sum[pair] = keep + __shfl_xor_sync(0xffffffffu, send, 4);
+    }
+    const bool upper = F::PAIRS > 1 && part & 2;
+    const float low = sum[0], high = sum[F::PAIRS - 1];
+    const float keep = upper ? high : low, send = upper ? low : high;
+    const float sum_of_four = keep + __shfl_xor_sync(0xffffffffu, send, 9);
+    return sum_of_four + __shfl_xor_sync(0xffffffffu, sum_of_four, 18);
+}
+
+/* Gives a stage back for this thread, once it has the weights in registers. An arrive alone may
+ * overtake reads of shared memory, so it is made to depend on them: seen has bits of everything that
+ * was read, and one more that is always set. */
+__device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
+    if (seen != 0) barrier_arrive(shared_address(empty));
+}
+
+/* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up
+ * while the weights of the next one are on their way from shared memory. */
+template <class F>
+__device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
+                                        uint64_t *full, uint64_t *empty, float *partial, int rows) {
+    constexpr int BATCH =
+        F::VECTORS > 4 || F::ROWS == 2 ? 2 : 4 / F::ROWS; /* vectors that are read at once */
+    const int warp = threadIdx.x / 32, part = threadIdx.x % 32 / 4;
+    const int slice = warp % F::SLICES, first = warp / F::SLICES * F::ROWS, row_bytes = p.K * 2;
+    const bool holds_sum = part < F::ROWS && threadIdx.x % 4 == part / 2;
+    float sums[F::PAIRS][2][4];
+    int row = first - F::STAGE + part; /* of the stage before: whose sum this lane holds */
+    auto store = [&] {
+        const float sum = fold<F>(sums);
+        if (holds_sum && row < rows) partial[slice * rows + row] = sum;
+    };
+#pragma unroll 1
+    for (int i = 0, s = 0, parity = 0; i * F::STAGE < rows; i++, row += F::STAGE) {
+        const char *at = ring + (size_t)(s * F::STAGE + first) * row_bytes;
+        uint32_t seen = (uint32_t)p.stages;
+        barrier_wait(shared_address(&full[s]), parity);
+#pragma unroll
+        for (int v0 = 0; v0 < F::VECTORS; v0 += BATCH) {
+            uint4 w[BATCH][F::ROWS];
+#pragma unroll
+            for (int v = v0; v < v0 + BATCH && v < F::VECTORS; v++) {
+                bool valid;
+                const char *from = at + chunk_of<F>(v, p.K, &valid) * 16;
+#pragma unroll
+                for (int r = 0; r < F::ROWS; r++)
+                    w[v - v0][r] = *(const uint4 *)(from + r * row_bytes);
+            }
+            if (v0 == 0) {
+                if (i > 0) store();
+#pragma unroll
+                for (int k = 0; k < F::PAIRS * 8; k++) sums[k / 8][k / 4 % 2][k % 4] = 0;
+            }
+#pragma unroll
+            for (int v = v0; v < v0 + BATCH && v < F::VECTORS; v++) {
+                multiply<F>(sums, in.x + 4 * v, w[v - v0]);
+#pragma unroll
+                for (int r = 0; r < F::ROWS; r++) seen |= w[v - v0][r].x;
+            }
+        }
+        give_back(&empty[s], seen);
+        if (++s == p.stages) s = 0, parity ^= 1;
+    }
+    if (rows > 0) store();
+}
+
+} // namespace
+
+#endif
