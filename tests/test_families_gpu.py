@@ -22,7 +22,9 @@ def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = tiny.FAMILIES[request.param]
     writers.hf_folder(folder / "tiny", config, tiny.tensors(config))
-    files = {d: export(folder / "tiny", folder / f"{d}.bin", "--dtype", d) for d in ("f32", "bf16")}
+    files = {dtype: folder / f"{dtype}.bin" for dtype in ("f32", "bf16")}
+    for dtype, file in files.items():
+        export(folder / "tiny", file, "--dtype", dtype)
     need_gpu(files["bf16"])
     return request.param, np.load(GOLDEN / f"tiny_{request.param}.npz")["ids"], files
 
