@@ -169,6 +169,15 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.window = c->layer[layer].window ? c->layer[layer].window : (int)ALL_POSITIONS;
     a.scale = c->attention_scale;
     a.cap = c->attention_cap;
+    if (rows.count == 1 && b->pending.raw) {
+        a.raw.qkv = (const float *)engine_region(e, REGION_QKV);
+        a.raw.norm_q = e->layer[layer].norm_q;
+        a.raw.norm_k = e->layer[layer].norm_k;
+        a.raw.rope = cuda_turns(e, layer);
+        a.raw.half = c->rotary_dims / 2;
+        a.raw.eps = c->norm_eps;
+        b->pending.raw = false;
+    }
     const bool near = cuda_is_short(e, rows.count) ||
                       a.window <= cuda_near(e, rows.count); /* speed alone depends on it */
     if (c->weight_dtype == F32)

@@ -28,11 +28,13 @@ struct cuda_backend {
         const float *gamma;      /* NULL: x itself, no norm comes before the product */
         int rows, parts, stride; /* rows 0: nothing; stride: from one part to the next */
     } normed;
-    /* Of a step of one row, where a norm follows a product (cuda_decode.cu): what is still to be added to
-     * x, by the product after it. */
+    /* Of a step of one row (cuda_decode.cu): where a norm follows a product, what is still to be added to x,
+     * by the product after it. */
     struct {
         const float *product, *gamma; /* f32 [C]; product NULL: nothing */
         bool moved;                   /* x lies in the other of its two places */
+        bool raw;                     /* q and k of this layer are attention's to finish */
+        int layer;
     } pending;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
     int tile;           /* of products of many rows, where tests ask for one (cuda_one_tile) */
@@ -157,8 +159,11 @@ struct heads {
     void *keys, *values;              /* m [slots, G, R, D] of this layer */
     const int32_t *slots, *positions; /* [T]; position s lies at s mod R */
     const float *bias;                /* f32 [(H + 2G) D]; NULL: none */
-    const float *rope;                /* f32 [T, 2, half], cosines and sines; NULL: nothing turns */
-    int H, G, D, R, half;             /* dimension j < half turns with j + half */
+    float *
+        raw; /* cuda_decode.cu alone, f32 [(H + 2G) D]: takes q and k as they are before norm and RoPE
+                   (and v), for attention to finish; NULL: not */
+    const float *rope;    /* f32 [T, 2, half], cosines and sines; NULL: nothing turns */
+    int H, G, D, R, half; /* dimension j < half turns with j + half */
 };
 
 /* s[t, n] = scale[t] sum_k in[t, k] W[n, k], in f32; K a multiple of 8, N (ACTIVATE: N/2) and T any; on
@@ -214,7 +219,7 @@ void cuda_decode_qkv(struct engine *e, int layer);
 void cuda_decode_project(struct engine *e, int layer, enum projection which);
 void cuda_decode_gate_up(struct engine *e, int layer);
 void cuda_decode_classify(struct engine *e);
-/* Adds to x what is pending, for who looks at it between two operators. */
+/* Does what is pending, for who looks between two operators. */
 void cuda_decode_settle(struct engine *e);
 
 /* ---- rows (cuda_rows.cu) ---- */
@@ -269,6 +274,14 @@ struct cuda_attention {
     int window; /* a row sees so many positions, its own the last */
     float scale;
     float cap; /* scores s become cap tanh(s / cap); 0: none */
+    /* One row whose q and k the attention finishes: norms of heads, RoPE, the key into the cache. */
+    struct {
+        const float *qkv;             /* f32 [(H + 2G) D]; NULL: they are there */
+        const float *norm_q, *norm_k; /* f32 [D] */
+        const float *rope;            /* f32 [2, half]; NULL: nothing turns */
+        int half;
+        float eps;
+    } raw;
 };
 
 /* The first position that a row at this one sees. */
@@ -305,6 +318,8 @@ bool cuda_attention_decode_takes(int D);
 bool cuda_attention_near_takes(const struct cuda_attention *a);
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a);
 bool cuda_attention_far_takes(const struct cuda_attention *a);
+/* Whether both finish q and k of a model with norms of heads. */
+bool cuda_attention_finishes(const struct config *c);
 void cuda_attention_far(struct cuda_backend *b, const struct cuda_attention *a);
 /* Up to CUDA_DECODE_ROWS rows over a near cache on Hopper, bf16 (cuda_attention_rows.cu). */
 bool cuda_attention_rows_takes(const struct cuda_attention *a);

@@ -46,6 +46,7 @@ template <int COLUMNS, int TILES_OF_16, bool FILLED> struct tiling {
     /* Neighbouring threads copy SIDE pieces of a row, the power of two in PIECES (at most 8): then
      * all that a thread copies lies at constant distances. STEP: from its row to its next. */
     static constexpr unsigned SIDE = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2, STEP = THREADS / SIDE;
+    static constexpr bool CAPS = TILES == 1; /* on scores, for which else registers are short */
     /* Queries stay in registers where that takes at most 32 of the 255. */
     static constexpr bool KEPT = D * TILES <= 128;
     static constexpr unsigned QUERY_BYTES = ROWS * D * 2, TILE_BYTES = KEYS * D * 2;
@@ -171,22 +172,21 @@ __device__ __forceinline__ void multiply_values(sums<C> &found, const scores<C> 
 
 /* ---- softmax ---- */
 
-/* No weight for what a query does not see. first: the position of the tile's first key less that of row
- * 0; query: the lane's first. */
-template <class C>
-__device__ __forceinline__ void mask(scores<C> &s, int first, int query, int per_group,
-                                     int window) {
+/* No weight for what comes after a query, or BEFORE for what comes before its window. first: the position of
+ * the tile's first key less that of row 0 (BEFORE: less window); query: the lane's first. */
+template <class C, bool BEFORE>
+__device__ __forceinline__ void mask(scores<C> &s, int first, int query, int per_group) {
 #pragma unroll
     for (int m = 0; m < C::TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = (query + m * 16 + half * 8) / per_group;
-            const int seen = row - first - (int)(threadIdx.x % 4) * 2; /* the last one */
+            const int last = row - first - (int)(threadIdx.x % 4) * 2; /* the last one */
 #pragma unroll
             for (int n = 0; n < C::KEYS / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if (n * 8 + i > seen || n * 8 + i <= seen - window)
+                    if (BEFORE ? n * 8 + i <= last : n * 8 + i > last)
                         s[m][n][half * 2 + i] = -INFINITY;
         }
 }
@@ -294,10 +294,10 @@ __device__ __forceinline__ void write_result(const struct cuda_attention &a, sum
         }
 }
 
-/* See the top of the file. Block i: group i % G, and the tiles from the last to the first. */
+/* See the top of the file. factor: of scores to powers of two. Block i: group i % G, and the tiles from the last to the first. */
 template <class C>
 __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
-    attention_prefill(const struct cuda_attention a) {
+    attention_prefill(const __grid_constant__ struct cuda_attention a, const float factor) {
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t q = shared_address(shared), stages = q + C::QUERY_BYTES;
     const int per_group = a.H / a.G, width = C::PADDED ? a.D : C::D, count = a.T * per_group;
@@ -306,7 +306,6 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int first = (gridDim.x - 1 - blockIdx.x) / a.G * C::ROWS; /* query of the block */
     const int own = first + warp * 16 * C::TILES;                   /* first query of the warp */
-    const float factor = a.cap > 0 ? LOG2_E : a.scale * LOG2_E;
     start_dependents();
     wait_for_inputs();
 
@@ -316,7 +315,6 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     const int own_first = start + own / per_group; /* position of the warp's first and last query */
     const int own_last =
         own < count ? start + min(own + 16 * C::TILES - 1, count - 1) / per_group : -1;
-    const int own_hidden = first_seen(a, own_last); /* what the last one does not see */
     const unsigned row = threadIdx.x / C::SIDE, column = threadIdx.x % C::SIDE * 8; /* to copy */
     size_t next = (((size_t)a.slots[0] * a.G + group) * a.R + begin % a.R + row) * width + column;
 
@@ -359,9 +357,11 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
         }
         scores<C> s;
         multiply_keys<C>(s, kept, query, tile);
-        if (a.cap > 0) cap_scores<C>(s, a.scale, a.cap);
-        if (position + C::KEYS - 1 > own_first || position < own_hidden)
-            mask<C>(s, position - start, own + threadIdx.x % 32 / 4, per_group, a.window);
+        if (C::CAPS && a.cap > 0) cap_scores<C>(s, a.scale, a.cap);
+        if (position + C::KEYS - 1 > own_first)
+            mask<C, false>(s, position - start, own + threadIdx.x % 32 / 4, per_group);
+        if (position + a.window <= own_last)
+            mask<C, true>(s, position - start + a.window, own + threadIdx.x % 32 / 4, per_group);
         weigh<C>(found, s, factor);
         multiply_values<C>(found, s, tile + C::TILE_BYTES);
     }
@@ -375,13 +375,13 @@ void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     using C = tiling<D, TILES, PADDED>;
     const int tiles = (a->T * (a->H / a->G) + C::ROWS - 1) / C::ROWS;
     cuda_launch(b, "attention_prefill", attention_prefill<C>, dim3((unsigned)(tiles * a->G)),
-                C::THREADS, C::SHARED, *a);
+                C::THREADS, C::SHARED, *a, a->cap > 0 ? LOG2_E : a->scale * LOG2_E);
 }
 
-/* 32 queries a warp, unless that leaves multiprocessors with fewer than two blocks. */
+/* 32 queries a warp, unless that leaves multiprocessors with fewer than two blocks, or scores have a cap. */
 template <int D> void launch_by_rows(struct cuda_backend *b, const struct cuda_attention *a) {
     const int blocks = (a->T * (a->H / a->G) + 127) / 128 * a->G;
-    if (blocks < 2 * b->multiprocessors)
+    if (blocks < 2 * b->multiprocessors || a->cap > 0)
         launch<D, 1, false>(b, a);
     else
         launch<D, 2, false>(b, a);

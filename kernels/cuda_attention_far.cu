@@ -125,21 +125,22 @@ template <class S> __device__ __forceinline__ int depth_of(int i) {
     return 16 * i + (i + 2 <= S::D / 16 ? 8 : 4) * (threadIdx.x % 4);
 }
 
-/* The queries as the first operand: set 0 in rows 0 to 7, set 1 or nothing in rows 8 to 15. */
-template <class S, int SETS>
+/* The queries as the first operand: set 0 in rows 0 to 7, set 1 or nothing in rows 8 to 15. of(query): its
+ * first dim; read: of some of it. */
+template <class S, int SETS, class Of, class Read>
 __device__ __forceinline__ void load_depth(uint32_t queries[S::D / 16][2 * SETS],
-                                           const struct cuda_attention &a, const struct work &w) {
+                                           const struct work &w, Of of, Read read) {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const int query = s * QUERIES + threadIdx.x % 32 / 4;
-        const bf16 *q = (const bf16 *)a.q + w.at(a, min(query, w.last - 1));
+        const bf16 *q = of(min(query, w.last - 1));
 #pragma unroll
         for (int i = 0; i < S::D / 16; i += 2) {
             uint4 x = make_uint4(0, 0, 0, 0);
             if (i + 2 <= S::D / 16) {
-                x = __ldcg((const uint4 *)(q + depth_of<S>(i)));
+                x = read((const uint4 *)(q + depth_of<S>(i)));
             } else {
-                const uint2 rest = __ldcg((const uint2 *)(q + depth_of<S>(i)));
+                const uint2 rest = read((const uint2 *)(q + depth_of<S>(i)));
                 x.x = rest.x, x.y = rest.y;
             }
             const bool valid = query < w.last;
@@ -241,6 +242,14 @@ template <class S> __device__ __forceinline__ void clear_rows(char *tile, int va
     __syncwarp(); /* the zeros are written, before they are read */
 }
 
+/* A row of a tile of K that has landed. */
+template <class S> __device__ __forceinline__ void put_row(char *tile, int row, const bf16 *from) {
+    const int lane = threadIdx.x % 32, run = row / S::columns;
+    char *to = tile + run * S::run_bytes + run / 4 * 64 + row % S::columns * S::row_bytes;
+    if (lane < S::D / 8) *(uint4 *)(to + 16 * lane) = *(const uint4 *)(from + 8 * lane);
+    __syncwarp(); /* the row is written, before it is read */
+}
+
 /* ---- the consumers ---- */
 
 /* The warp's result, over the ring. */
@@ -262,12 +271,22 @@ __device__ __forceinline__ void store_steps(float *result, const float found[S::
 /* Every CONSUMERS-th tile of the part, then the result. */
 template <class S, int SETS>
 __device__ __forceinline__ void consume(const struct cuda_attention &a, const struct work &w,
-                                        char *ring, uint64_t *full, uint64_t *empty) {
+                                        char *ring, uint64_t *full, uint64_t *empty,
+                                        finished_heads<S::D> *raw) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = a.scale * LOG2_E;
     wait_for_inputs();
     uint32_t queries[S::D / 16][2 * SETS];
-    load_depth<S, SETS>(queries, a, w);
+    if (raw) {
+        finish_heads(*raw, a, w, CONSUMERS);
+        named_barrier(1, S::mergers); /* heads are finished | read */
+        load_depth<S, SETS>(
+            queries, w, [&](int query) { return raw->q[query]; }, [](auto *some) { return *some; });
+    } else {
+        load_depth<S, SETS>(
+            queries, w, [&](int query) { return (const bf16 *)a.q + w.at(a, query); },
+            [](auto *some) { return __ldcg(some); });
+    }
     float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) maximum[s] = -INFINITY, sum[s] = 0.0f;
@@ -281,6 +300,8 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
         const int valid = w.end - begin;
         float weights[S::columns][SETS][2];
         barrier_wait(shared_address(&full[at.slot]), at.parity);
+        if (raw && begin + valid == w.length && valid <= S::tile)
+            put_row<S>(keys, valid - 1, raw->key);
         score_rows<S, SETS>(weights, queries, keys);
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
@@ -318,13 +339,14 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
  * Shared    a ring of stages; later the results.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: each lane of its warp has read it | it
  *           is overwritten. __syncthreads: barriers are ready | used. Barrier 1, of the consumers: the
- *           ring is read | results take its place; then: the results are written | merged.
+ *           ring is read | results take its place; then: the results are written | merged. With RAW first:
+ *           heads are finished | read.
  * Bound     bytes of K and V, each read once. 16 KB take 830 cycles at 4.6 TB/s; shared memory is busy for
  *           384 of them (128 the copy, 128 K and 128 V, at two lanes a bank), a scheduler issues 100
  *           instructions, and a warp holds the stage for about 900.
  * Numerics  as cuda_attention_decode.
  * Needs     as cuda_attention_decode. */
-template <class S, int SETS>
+template <class S, int SETS, bool RAW>
 __global__ void __maxnreg__((registers<S, SETS>))
     attention_far(const __grid_constant__ struct cuda_attention a,
                   const __grid_constant__ struct cut cut) {
@@ -348,22 +370,33 @@ __global__ void __maxnreg__((registers<S, SETS>))
         produce<S>(a, w, shared_address(ring), full, empty);
         return;
     }
-    consume<S, SETS>(a, w, ring, full, empty);
+    if constexpr (RAW) {
+        __shared__ finished_heads<S::D> heads;
+        consume<S, SETS>(a, w, ring, full, empty, &heads);
+    } else {
+        consume<S, SETS>(a, w, ring, full, empty, NULL);
+    }
     named_barrier(1, S::mergers);
     merge<S>(a, w, (const float *)ring);
 }
 
 /* ---- the launcher ---- */
 
-template <class S, int SETS>
+template <class S, int SETS, bool RAW = false>
 void launch_sets(struct cuda_backend *b, const struct cuda_attention *a) {
     const int parts = max(1, min((int)CUDA_PARTS, b->multiprocessors / a->G));
-    cuda_launch(b, "attention_far", attention_far<S, SETS>, dim3(parts, 1, a->G), S::threads,
+    cuda_launch(b, "attention_far", attention_far<S, SETS, RAW>, dim3(parts, 1, a->G), S::threads,
                 SHARED, *a, cut_of(a));
 }
 
 template <int D> void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     typedef far_geometry<D> S;
+    if constexpr (D % 128 == 0)
+        if (a->raw.qkv) {
+            a->H / a->G > QUERIES ? launch_sets<S, S::most_sets, true>(b, a)
+                                  : launch_sets<S, 1, true>(b, a);
+            return;
+        }
     if (a->H / a->G > QUERIES)
         launch_sets<S, S::most_sets>(b, a);
     else

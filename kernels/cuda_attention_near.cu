@@ -36,11 +36,11 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
  * Barriers  The cluster's: the mbarrier is ready | others' stores arrive at it. __syncthreads
  *           (attend): the warps' results are written | merged. received: all parts' stores have
  *           arrived | they are merged; so no block leaves before all that is sent to it has
- *           arrived.
+ *           arrived. With RAW, in attend: heads are finished | read.
  * Bound     latency: what is old is requested before the wait.
  * Numerics  as cuda_attention_decode.
  * Needs     as cuda_attention_decode. */
-template <class S, int SETS>
+template <class S, int SETS, bool RAW>
 __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
     attention_near(const __grid_constant__ struct cuda_attention a, int parts) {
     extern __shared__ __align__(128) char shared[];
@@ -56,23 +56,34 @@ __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
     }
     struct ring<S> ring;
     ring.open(shared);
-    attend<S, SETS, true>(a, w, ring, (float *)shared);
+    if constexpr (RAW) {
+        __shared__ finished_heads<S::D> heads;
+        attend<S, SETS, true, true>(a, w, ring, (float *)shared, &heads);
+    } else {
+        attend<S, SETS, true>(a, w, ring, (float *)shared);
+    }
     exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received, 0);
 }
 
 /* ---- the launcher ---- */
 
-template <class S, int SETS>
+template <class S, int SETS, bool RAW = false>
 void launch_sets(struct cuda_backend *b, const struct cuda_attention *a) {
     int parts = CLUSTER;
     while (parts > 1 && parts * a->G > b->multiprocessors) parts /= 2;
     const int quads = a->H / a->G * (S::D / 4);
-    cuda_launch_clusters(b, "attention_near", attention_near<S, SETS>, dim3(parts * a->G), parts,
-                         THREADS, S::shared_bytes + exchange_bytes(quads), *a, parts);
+    cuda_launch_clusters(b, "attention_near", attention_near<S, SETS, RAW>, dim3(parts * a->G),
+                         parts, THREADS, S::shared_bytes + exchange_bytes(quads), *a, parts);
 }
 
 template <int D> void launch(struct cuda_backend *b, const struct cuda_attention *a) {
     typedef geometry<D, true> S;
+    if constexpr (D % 128 == 0)
+        if (a->raw.qkv) {
+            a->H / a->G > QUERIES ? launch_sets<S, S::most_sets, true>(b, a)
+                                  : launch_sets<S, 1, true>(b, a);
+            return;
+        }
     if (a->H / a->G > QUERIES)
         launch_sets<S, S::most_sets>(b, a);
     else
@@ -84,6 +95,16 @@ template <int D> void launch(struct cuda_backend *b, const struct cuda_attention
 bool cuda_attention_near_takes(const struct cuda_attention *a) {
     const int queries = a->D > 128 ? QUERIES : 2 * QUERIES;
     return cuda_attention_decode_takes(a->D) && a->H % a->G == 0 && a->H / a->G <= queries;
+}
+
+/* The head sizes of Qwen 3 and Gemma 3. */
+bool cuda_attention_finishes(const struct config *c) {
+    struct cuda_attention a = {};
+    a.D = c->head_dim;
+    a.H = c->heads;
+    a.G = c->kv_heads;
+    a.cap = c->attention_cap;
+    return c->qk_norm == QK_NORM_HEAD && a.D % 128 == 0 && cuda_attention_far_takes(&a);
 }
 
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a) {

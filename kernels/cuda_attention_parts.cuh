@@ -2,8 +2,7 @@
 #ifndef KERNELS_CUDA_ATTENTION_PARTS_CUH
 #define KERNELS_CUDA_ATTENTION_PARTS_CUH
 
-#include "kernels/cuda.cuh"
-#include "kernels/cuda.h"
+#include "kernels/cuda_heads.cuh"
 
 enum {
     QUERIES = 8, /* of a set: the columns of the second product */
@@ -100,6 +99,37 @@ static __device__ __forceinline__ bool consecutive(const struct cuda_attention &
     return !__any_sync(0xffffffffu,
                        __ldcg(a.slots + row) != __ldcg(a.slots + first) ||
                            __ldcg(a.positions + row) != __ldcg(a.positions + first) + row - first);
+}
+
+/* ---- q and k that attention finishes ---- */
+
+/* Of a kv head, in shared memory: its queries and the key of the row, as q and K hold them. Rows lie an odd
+ * number of 16 bytes apart: no bank conflicts. */
+template <int D> struct finished_heads {
+    static constexpr int ROW = D + 8;
+    alignas(16) bf16 q[(D > 128 ? 1 : 2) * QUERIES][ROW], key[ROW];
+};
+
+/* A head for a warp at a time, the key last. The block whose part has the row's position also writes the key
+ * into the cache. A barrier must follow. */
+template <int D>
+static __device__ __forceinline__ void finish_heads(finished_heads<D> &heads,
+                                                    const struct cuda_attention &a,
+                                                    const struct work &w, int warps) {
+    const int ratio = w.cut.ratio, lane = (int)threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x / 32; i <= ratio; i += warps) {
+        const bool query = i < ratio;
+        const int head = query ? w.kv_head * ratio + i : a.H + w.kv_head;
+        head_of_lanes<1, D / 64> x(D, a.raw.half, lane, 32);
+        x.load(a.raw.qkv + (size_t)head * D, query ? a.raw.norm_q : a.raw.norm_k, a.raw.rope);
+        x.normalise(x.factor(true, a.raw.eps));
+        if (a.raw.rope) x.turn();
+        x.store(query ? heads.q[i] : heads.key);
+        if (query || w.end < w.length) continue;
+        const size_t place = (size_t)place_in_ring(a, w.length - 1);
+        x.store((bf16 *)a.keys + (((size_t)w.slot * a.G + w.kv_head) * a.R + place) * D);
+    }
 }
 
 /* ---- what the warps found ---- */

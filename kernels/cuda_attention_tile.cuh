@@ -72,6 +72,15 @@ template <class S> struct ring {
         copy_async_commit(); /* also an empty group, so that their number tells what has come */
     }
 
+    /* A row of the tile to be read. shared: what open() was given. */
+    __device__ __forceinline__ void put_row(void *shared, int row, const bf16 *from) const {
+        const int lane = threadIdx.x % 32, chunk = row * (S::D / 8) + lane;
+        char *tile = (char *)shared + (place(slot) - shared_address(shared));
+        if (lane < S::D / 8)
+            *(uint4 *)(tile + 16 * (chunk + row / S::columns)) = *(const uint4 *)(from + 8 * lane);
+        __syncwarp(); /* the row is written, before it is read */
+    }
+
     __device__ __forceinline__ void wait() const {
         copy_async_wait<S::depth - 1>();
         __syncwarp(); /* all lanes' copies, before they are read */
@@ -80,20 +89,23 @@ template <class S> struct ring {
 
 /* ---- one tile, by one warp ---- */
 
-/* The queries as the first operand: set 0 in rows 0 to 7, set 1 or nothing in rows 8 to 15. */
-template <class S, int SETS>
+/* The queries as the first operand: set 0 in rows 0 to 7, set 1 or nothing in rows 8 to 15. RAW: they are in
+ * shared memory. */
+template <class S, int SETS, bool RAW>
 static __device__ __forceinline__ void load_queries(uint32_t queries[S::D / 16][2 * SETS],
                                                     const struct cuda_attention &a,
-                                                    const struct work &w) {
+                                                    const struct work &w,
+                                                    const finished_heads<S::D> *raw) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const int query = w.first + s * QUERIES + lane / 4;
-        const bf16 *q = (const bf16 *)a.q + w.at(a, query) + 2 * (lane % 4);
+        const bf16 *q = (RAW ? raw->q[query] : (const bf16 *)a.q + w.at(a, query)) + 2 * (lane % 4);
 #pragma unroll
-        for (int i = 0; i < S::D / 8; i++)
-            queries[i / 2][i % 2 * SETS + s] =
-                query < w.last ? __ldcg((const unsigned *)(q + 8 * i)) : 0;
+        for (int i = 0; i < S::D / 8; i++) {
+            const unsigned *word = (const unsigned *)(q + 8 * i);
+            queries[i / 2][i % 2 * SETS + s] = query >= w.last ? 0 : RAW ? *word : __ldcg(word);
+        }
     }
 }
 
@@ -284,10 +296,11 @@ static __device__ __forceinline__ void store_result(float *result, const float m
 }
 
 /* One pass over the positions of a part, by all warps: their results lie in shared memory after it. ALONE:
- * the queries are of one row, which sees all positions of the part. */
-template <class S, int SETS, bool ALONE>
+ * the queries are of one row, which sees all positions of the part. RAW: its heads are finished first. */
+template <class S, int SETS, bool ALONE, bool RAW = false>
 static __device__ __forceinline__ void attend(const struct cuda_attention &a, const struct work &w,
-                                              struct ring<S> &ring, float *results) {
+                                              struct ring<S> &ring, float *results,
+                                              finished_heads<S::D> *raw = NULL) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.R * S::D;
     const bf16 *keys = (const bf16 *)a.keys + start, *values = (const bf16 *)a.values + start;
@@ -305,7 +318,11 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         request(place(item), item);
     wait_for_inputs();
     uint32_t queries[S::D / 16][2 * SETS];
-    load_queries<S, SETS>(queries, a, w);
+    if constexpr (RAW) {
+        finish_heads(*raw, a, w, WARPS);
+        __syncthreads(); /* heads are finished | read */
+    }
+    load_queries<S, SETS, RAW>(queries, a, w, raw);
 #pragma unroll 1
     for (; item < S::depth; item++) request(place(item), item);
 
@@ -313,12 +330,11 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
     const uint32_t row =
         lane % 8 * S::run_bytes + lane / 16 * S::row_bytes + lane / 8 % 2 * 16; /* for ldmatrix */
     float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];
-    int first[SETS], limit[SETS];
+    int limit[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         maximum[s] = -INFINITY, sum[s] = 0.0f;
         const int query_row = ALONE ? 0 : w.row(w.first + s * QUERIES + lane / 4);
-        first[s] = ALONE ? w.begin : w.hidden(a, query_row);
         limit[s] = ALONE ? w.end : w.limit(query_row);
     }
 #pragma unroll 1
@@ -326,6 +342,8 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         const int begin = tile_begin(n);
         float weights[S::columns][SETS][2];
         ring.wait();
+        if (RAW && begin + S::tile >= w.length)
+            ring.put_row(results, w.length - 1 - begin, raw->key);
         score_tile<S, SETS>(weights, queries, ring.place(ring.slot) + row);
         __syncwarp(); /* K is read, before its place is taken */
         request(ring.slot, 2 * n + S::depth);
@@ -339,7 +357,7 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
             for (int i = 0; i < 2 * S::columns; i++)
                 if (a.cap > 0)
                     weights[i / 2][s][i % 2] = capped(weights[i / 2][s][i % 2], a.cap * LOG2_E);
-            hidden[s] = ALONE ? 0 : first[s] - begin;
+            hidden[s] = ALONE ? 0 : limit[s] - a.window - begin;
             valid[s] = min(limit[s], w.end) - begin;
             weigh_tile<S, SETS>(weights, s, hidden[s], valid[s], maximum[s], sum[s], found[s]);
         }

@@ -24,6 +24,11 @@ __device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, f
         a += __ldg(h.bias + (size_t)head * h.D + first);
         b += __ldg(h.bias + (size_t)head * h.D + second);
     }
+    if (h.raw) {
+        h.raw[(size_t)head * h.D + first] = a;
+        h.raw[(size_t)head * h.D + second] = b;
+        if (head < h.H + h.G) return;
+    }
     if (turns) {
         const float c = turn[0], s = turn[1], low = a;
         a = low * c - b * s;
@@ -110,7 +115,8 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
  *           as many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F, bool AFTER>
-__global__ void __maxnreg__(registers<F>()) decode_kernel(const __grid_constant__ stream p) {
+__global__ void __maxnreg__((registers<F, AFTER>()))
+    decode_kernel(const __grid_constant__ stream p) {
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
     __shared__ float squares[WARPS];
@@ -246,13 +252,18 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     stream p = normed(e, e->layer[layer].qkv, e->layer[layer].norm_attention);
     p.heads = cuda_heads(e, layer);
     const int rows = (p.heads.H + 2 * p.heads.G) * p.heads.D;
-    if (e->config->qk_norm == QK_NORM_NONE) {
+    float *raw = (float *)engine_region(e, REGION_QKV);
+    const bool finishes = cuda_attention_finishes(e->config);
+    if (e->config->qk_norm == QK_NORM_NONE || finishes) {
         p.units = rows / 2;
+        p.heads.raw = finishes ? raw : NULL;
+        backend_of(e)->pending.raw = finishes;
+        backend_of(e)->pending.layer = layer;
         launch<QKV>(e, p, ring);
         return;
     }
     p.units = rows;
-    p.y = (float *)engine_region(e, REGION_QKV);
+    p.y = raw;
     launch<STORE>(e, p, ring);
     cuda_finish_heads(e, layer, (struct rows){1, 0});
 }
@@ -295,6 +306,8 @@ void cuda_decode_classify(struct engine *e) {
 void cuda_decode_settle(struct engine *e) {
     struct cuda_backend *b = backend_of(e);
     const struct prepared nothing = {};
+    if (b->pending.raw) cuda_finish_heads(e, b->pending.layer, (struct rows){1, 0});
+    b->pending.raw = false;
     if (!b->pending.product) return;
     cuda_add_normed(e, 1, place_of_x(e, b->pending.moved), b->pending.product, b->pending.gamma,
                     &nothing);

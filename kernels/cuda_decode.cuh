@@ -48,10 +48,11 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 };
 
 /* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
- * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, one with
- * 168. */
-template <class F> constexpr int registers() {
-    if (F::VECTORS > 7) return 168;
+ * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, or one with 104
+ * and one with 64; one with 168. */
+template <class F, bool AFTER> constexpr int registers() {
+    if (F::VECTORS > 10) return 168;
+    if (F::VECTORS > 7) return AFTER ? 112 : 104; /* 104 would spill */
     if (F::VECTORS > 4) return 80;
     if (F::SLICES < 8) return 72;
     return F::VECTORS > 2 ? 64 : 56;

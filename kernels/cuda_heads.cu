@@ -1,7 +1,6 @@
 /* What follows the product of qkv where that does not do it itself: bias, norms of q and k, RoPE, the
  * cache. */
-#include "kernels/cuda.cuh"
-#include "kernels/cuda.h"
+#include "kernels/cuda_heads.cuh"
 
 namespace {
 
@@ -12,53 +11,6 @@ struct norms {
     const float *q, *k; /* f32 [D]; spans: [H D] and [G D]; NULL: none */
     bool spans;
     float eps;
-};
-
-/* N neighbouring dims of a head: 4, or 1 where halves do not divide into fours. */
-template <int N> struct dims {
-    alignas(4 * N) float x[N];
-    __device__ __forceinline__ void load(const float *from) {
-        if constexpr (N == 4)
-            store_four(x, load_four(from));
-        else
-            x[0] = from[0];
-    }
-    __device__ __forceinline__ void add(const float *from) {
-        dims other;
-        other.load(from);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] += other.x[i];
-    }
-    __device__ __forceinline__ void multiply(float factor, const float *from) {
-        dims other;
-        other.load(from);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] *= factor * other.x[i];
-    }
-    __device__ __forceinline__ float squares() const {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++) sum += x[i] * x[i];
-        return sum;
-    }
-    template <class M> __device__ __forceinline__ void store(M *to) const {
-        if constexpr (N == 4)
-            store_four(to, load_four(x));
-        else
-            to[0] = from_float<M>(x[0]);
-    }
-};
-
-/* Dims that a thread has together: those that turn, half a turn apart; of the others neighbours. */
-template <int N> struct pair_of_dims {
-    int first, second;
-    bool exists, turns;
-    __device__ __forceinline__ pair_of_dims(const heads &p, int pair) {
-        turns = pair * N < p.half;
-        exists = pair * N < p.D / 2;
-        first = turns ? pair * N : 2 * pair * N;
-        second = turns ? first + p.half : first + N;
-    }
 };
 
 /* The factor of a norm that spans `count` floats, by the whole block.
@@ -95,54 +47,26 @@ __global__ void __launch_bounds__(THREADS)
     const bool exists = head < p.H + 2 * p.G, value = head >= p.H + p.G, query = head < p.H;
     const float *row = qkv + t * (size_t)(p.H + 2 * p.G) * D, *from = row + (size_t)head * D;
     const float *norm = value ? NULL : query ? norms.q : norms.k;
-    float whole[2] = {0, 0};
+    float whole[2] = {0, 0}; /* factors of norms that span all heads of q, of k */
     if (norms.spans) {
         whole[0] = factor_of_all(row, p.H * p.D, norms.eps);
         whole[1] = factor_of_all(row + (size_t)p.H * D, p.G * p.D, norms.eps);
     }
-    dims<N> first[ROUNDS], second[ROUNDS];
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const pair_of_dims<N> pair(p, lane + i * lanes);
-        if (!exists || !pair.exists) continue;
-        first[i].load(from + pair.first);
-        second[i].load(from + pair.second);
-        if (p.bias) first[i].add(p.bias + (size_t)head * D + pair.first);
-        if (p.bias) second[i].add(p.bias + (size_t)head * D + pair.second);
-        squares += first[i].squares() + second[i].squares();
-    }
-    for (int distance = lanes / 2; distance > 0; distance /= 2)
-        squares += __shfl_xor_sync(0xffffffffu, squares, distance);
-    if (!exists) return;
-    const float factor = norms.spans ? whole[!query] : rsqrtf(squares / (float)p.D + norms.eps);
     if (norm && norms.spans) norm += (size_t)(query ? head : head - p.H) * D;
+    const float *turns = p.rope && !value ? p.rope + t * 2 * p.half : NULL;
+    head_of_lanes<N, ROUNDS> x(p.D, p.half, lane, lanes);
+    if (exists) x.load(from, norm, turns);
+    if (exists && p.bias) x.add(p.bias + (size_t)head * D);
+    const float of_head = x.factor(exists, norms.eps);
+    if (!exists) return;
+    if (norm) x.normalise(norms.spans ? whole[!query] : of_head);
+    if (turns) x.turn();
     const int g = head - p.H - (value ? p.G : 0); /* of what is no query */
-    M *to = (M *)p.q + (t * p.H + head) * D;
-    if (!query)
-        to = (M *)(value ? p.values : p.keys) +
-             (((size_t)p.slots[t] * p.G + g) * p.R + p.positions[t] % p.R) * D;
-    const float *turn = p.rope + t * 2 * p.half;
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const pair_of_dims<N> pair(p, lane + i * lanes);
-        if (!pair.exists) continue;
-        if (norm) first[i].multiply(factor, norm + pair.first);
-        if (norm) second[i].multiply(factor, norm + pair.second);
-        if (p.rope && !value && pair.turns) {
-            dims<N> cosines, sines;
-            cosines.load(turn + pair.first);
-            sines.load(turn + pair.second);
-#pragma unroll
-            for (int k = 0; k < N; k++) {
-                const float x = first[i].x[k], y = second[i].x[k];
-                first[i].x[k] = x * cosines.x[k] - y * sines.x[k];
-                second[i].x[k] = y * cosines.x[k] + x * sines.x[k];
-            }
-        }
-        first[i].store(to + pair.first);
-        second[i].store(to + pair.second);
-    }
+    if (query)
+        x.store((M *)p.q + (t * p.H + head) * D);
+    else
+        x.store((M *)(value ? p.values : p.keys) +
+                (((size_t)p.slots[t] * p.G + g) * p.R + p.positions[t] % p.R) * D);
 }
 
 template <class M> void launch(struct engine *e, int layer, int rows) {

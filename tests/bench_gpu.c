@@ -1,30 +1,17 @@
 /* Times the CUDA backend on whole models with random weights.
  *
- *   bench_gpu [SmolLM2-135M|1B|3B|8B ...] [--decode] [--steps] [--prefill] [--operators]
+ *   bench_gpu [8B|Qwen3-8B|... (bench_models.h)] [--decode] [--steps] [--prefill] [--operators]
  *
- * Without names all models, without flags all of it. A share is of the roof (ops->roof) measured in the
+ * Without names some models, without flags all of it. A share is of the roof (ops->roof) measured in the
  * same run: of reading for steps of up to 64 rows, of multiply-adds (mma.sync) above. Bytes are those of
  * weights, once a step, and of the cache. */
 #define _POSIX_C_SOURCE 200809L
 #include "cli/seconds.h"
 #include "kernels/config.h"
 #include "kernels/cuda_test.h"
-#include "tests/random_engine.h"
+#include "tests/bench_models.h"
 
-#include <stdbool.h>
 #include <time.h>
-
-static const struct {
-    const char *name;
-    struct shape shape;
-    bool tied;
-} models[] = {
-    {"SmolLM2-135M", {.C = 576, .L = 30, .H = 9, .G = 3, .D = 64, .F = 1536, .V = 49152}, true},
-    {"1B", {.C = 2048, .L = 16, .H = 32, .G = 8, .D = 64, .F = 8192, .V = 128256}, true},
-    {"3B", {.C = 3072, .L = 28, .H = 24, .G = 8, .D = 128, .F = 8192, .V = 128256}, true},
-    {"8B", {.C = 4096, .L = 32, .H = 32, .G = 8, .D = 128, .F = 14336, .V = 128256}, false},
-};
-enum { MODELS = sizeof models / sizeof *models };
 
 enum { CONTEXT = 131072 + 256, CHUNK = 8192, BURST = 64, ROUNDS = 7, LAUNCHES = 24 };
 static const size_t block_bytes = (size_t)64 << 20;
@@ -125,9 +112,8 @@ static void bench_open(struct bench *b, int model, const char *block) {
     uint64_t bytes = 0;
     struct tensor *tensors = malloc(MAX_TENSORS * sizeof *tensors);
     if (!tensors) abort();
-    *b = (struct bench){.model = models[model].name,
-                        .config = random_config(models[model].shape, BF16)};
-    b->config.tied = models[model].tied;
+    *b = (struct bench){.model = bench_models[model].name,
+                        .config = bench_config(&bench_models[model])};
     for (int i = 0; i < CHUNK; i++) b->tokens[i] = (i * 7919 + 11) % b->config.vocab_used;
     struct engine *e = &b->engine;
     e->config = &b->config;
@@ -175,27 +161,34 @@ static double weights_of(const struct config *c, enum operator o) {
     }
 }
 
-/* Bytes read and FLOPs of an operator in a step of T rows at `context`. */
-static double bytes_of(const struct config *c, enum operator o, int T, int context) {
+/* Bytes read and FLOPs of an operator of a layer in a step of T rows at `context`. */
+static double bytes_of(const struct config *c, int layer, enum operator o, int T, int context) {
     const double m = (double)dtype_size(c->weight_dtype);
-    if (o == ATTEND) return 2 * m * c->kv_heads * c->head_dim * (context + T);
+    const int window = c->layer[layer].window, seen = context + T;
+    if (o == ATTEND)
+        return 2 * m * c->kv_heads * c->head_dim *
+               (window && seen > window + T - 1 ? window + T - 1 : seen);
     return m * weights_of(c, o);
 }
 
-static double flops_of(const struct config *c, enum operator o, int T, int context) {
-    if (o == ATTEND) return 4.0 * T * (context + (T + 1) / 2.0) * c->heads * c->head_dim;
-    return 2 * weights_of(c, o) * T;
+static double flops_of(const struct config *c, int layer, enum operator o, int T, int context) {
+    double pairs = 0; /* of a row and a position that it sees */
+    const int window = c->layer[layer].window;
+    if (o != ATTEND) return 2 * weights_of(c, o) * T;
+    for (int t = 1; t <= T; t++) pairs += window && context + t > window ? window : context + t;
+    return 4 * pairs * c->heads * c->head_dim;
 }
 
 /* Adds the same of a whole step, of which `classified` rows get logits. */
 static void step_work(const struct config *c, int T, int classified, int context,
                       struct result *result) {
-    if (classified > 0) result->bytes += bytes_of(c, CLASSIFY, classified, 0);
-    result->flops += flops_of(c, CLASSIFY, classified, 0);
-    for (int o = QKV; o <= DOWN; o++) {
-        result->bytes += c->layers * bytes_of(c, (enum operator)o, T, context);
-        result->flops += c->layers * flops_of(c, (enum operator)o, T, context);
-    }
+    if (classified > 0) result->bytes += bytes_of(c, 0, CLASSIFY, classified, 0);
+    result->flops += flops_of(c, 0, CLASSIFY, classified, 0);
+    for (int l = 0; l < c->layers; l++)
+        for (int o = QKV; o <= DOWN; o++) {
+            result->bytes += bytes_of(c, l, (enum operator)o, T, context);
+            result->flops += flops_of(c, l, (enum operator)o, T, context);
+        }
 }
 
 /* ---- timing ---- */
@@ -428,8 +421,8 @@ static void bench_operator(struct bench *b, enum operator o, int T, int context)
     cuda_general_path(e, false);
     r.seconds = seconds_of_step(e, rows, T <= CUDA_GRAPH_ROWS ? 8 : 1, time_launches) / LAUNCHES;
     snprintf(r.test, sizeof r.test, "%s, T %d after %d", names[o], T, context);
-    r.bytes = bytes_of(&b->config, o, T, context);
-    r.flops = flops_of(&b->config, o, T, context);
+    r.bytes = bytes_of(&b->config, 0, o, T, context);
+    r.flops = flops_of(&b->config, 0, o, T, context);
     const bool normed = o == QKV || o == GATE_UP || o == CLASSIFY;
     if (normed && T > 1) /* in a step of Hopper's own path whoever wrote x has prepared it */
         snprintf(r.note, sizeof r.note, "and its norm");
@@ -484,13 +477,13 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         bool known = false;
         for (int p = 0; p < PARTS; p++) known |= !strcmp(argv[i], parts[p].flag);
-        for (int m = 0; m < MODELS; m++) known |= !strcmp(argv[i], models[m].name);
+        for (int m = 0; m < BENCH_MODELS; m++) known |= !strcmp(argv[i], bench_models[m].name);
         if (known) continue;
         fprintf(stderr, "bench_gpu: %s is no model and no flag of its first lines\n", argv[i]);
         return 2;
     }
     for (int i = 0; i < PARTS; i++) some_parts |= has(argc, argv, parts[i].flag);
-    for (int i = 0; i < MODELS; i++) some_models |= has(argc, argv, models[i].name);
+    for (int i = 0; i < BENCH_MODELS; i++) some_models |= has(argc, argv, bench_models[i].name);
     if (!cuda_usable(NULL, 0, why)) {
         printf("skipped: %s\n", why);
         return 0;
@@ -499,8 +492,9 @@ int main(int argc, char **argv) {
     char *block = malloc(block_bytes);
     if (!block) abort();
     random_weights(&state, block, BF16, block_bytes / 2, 0.03f);
-    for (int m = 0; m < MODELS; m++) {
-        if (some_models && !has(argc, argv, models[m].name)) continue;
+    for (int m = 0; m < BENCH_MODELS; m++) {
+        if (some_models ? !has(argc, argv, bench_models[m].name) : !bench_models[m].chosen)
+            continue;
         bench_open(&b, m, block);
         snprintf(device, sizeof device, "%s", b.engine.device);
         for (int i = 0; i < PARTS; i++)

@@ -1,6 +1,6 @@
 """Ours beside the libraries, on the same work and in one run:
 
-    python tests/bench_peers.py [8b 1b 3b] [--products] [--attention] [--general] [--prompts]
+    python tests/bench_peers.py [8B ...] [--products] [--attention] [--general] [--prompts]
 
 Products against cuBLAS (the fastest way that its heuristic offers) and attention against cuDNN and
 FlashAttention run in one process, both sides as CUDA graphs. A card's clock follows the power it
@@ -12,7 +12,8 @@ A ratio is their time over ours: above 1 ours is faster. Ours let the next launc
 the engine (programmatic dependent launch); the libraries' do not. A product of one row is here that
 of cuda_matmul_few.cu; the engine's own form for it (cuda_decode.cu) is in bench_gpu's tables. With
 --general the same products and attention by the kernels of older devices (mma.sync), attention
-against FlashAttention alone. bf16, random data; without names 8b and 1b, without flags all."""
+against FlashAttention alone. bf16, random data; without names 8B and 1B, without flags all;
+names are those of contest.py."""
 
 import ctypes
 import datetime
@@ -408,7 +409,7 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("skipped: PyTorch finds no GPU")
         return 0
-    names = [a for a in arguments if a in SHAPES] or ["8b", "1b"]
+    names = [a for a in arguments if a in SHAPES] or ["8B", "1B"]
     wanted = [flag for flag in flags if flag in arguments] or list(flags)
     warnings.simplefilter("ignore")  # why an attention kernel was not taken: note() says enough
     torch.backends.cuda.matmul.allow_tf32 = False  # for what results are compared with
@@ -441,4 +442,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([argument.lower() for argument in sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from contest import BUILD, SHAPES, captured, heading, note, race, random, row, summary
@@ -17,22 +18,31 @@ def turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1)
 
 
-def layer(x, weights, cosines, sines, heads: int, kv_heads: int, size: int) -> torch.Tensor:
-    """A Llama layer over the rows of one prompt, x [T, C]."""
-    qkv, out, gate_up, down, gammas = weights
+def layer(
+    x, weights, cosines, sines, heads: int, kv_heads: int, size: int, gemma: bool
+) -> torch.Tensor:
+    """A layer over a prompt, x [T, C]. Bias and norms of q and k may be None. A window
+    is not made use of: the library's attention is fastest without a mask."""
+    qkv, out, gate_up, down, gammas, bias, of_heads = weights
     rows, width = x.shape
     norm = torch.nn.functional.rms_norm
-    found = norm(x, (width,), gammas[0], 1e-5) @ qkv.t()
+    activate = partial(torch.nn.functional.gelu, approximate="tanh")
+    after = (lambda y, g: norm(y, (width,), g, 1e-5)) if gemma else lambda y, _: y
+    found = torch.nn.functional.linear(norm(x, (width,), gammas[0], 1e-5), qkv, bias)
     parts = found.view(1, rows, heads + 2 * kv_heads, size).transpose(1, 2)
     q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    if of_heads is not None:
+        q, k = norm(q, (size,), of_heads[0], 1e-5), norm(k, (size,), of_heads[1], 1e-5)
     q, k = turned(q, cosines, sines), turned(k, cosines, sines)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    backend = SDPBackend.FLASH_ATTENTION if size > 128 else SDPBackend.CUDNN_ATTENTION
+    with sdpa_kernel(backend):
         a = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
         )
-    x = x + a.transpose(1, 2).reshape(rows, heads * size) @ out.t()
+    x = x + after(a.transpose(1, 2).reshape(rows, heads * size) @ out.t(), gammas[2])
     gate, up = (norm(x, (width,), gammas[1], 1e-5) @ gate_up.t()).chunk(2, dim=-1)
-    return x + (torch.nn.functional.silu(gate) * up) @ down.t()
+    h = (activate(gate) if gemma else torch.nn.functional.silu(gate)) * up
+    return x + after(h @ down.t(), gammas[3])
 
 
 def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable]]:
@@ -40,8 +50,12 @@ def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable
     graph, and what holds its operands."""
     C, L, H, G, D, F, V = SHAPES[name]
     sizes = ((H + 2 * G) * D, C), (C, H * D), (2 * F, C), (C, F)
+    bias = random((H + 2 * G) * D) if "Qwen2" in name else None
+    of_heads = random(2, D).fill_(1) if "Qwen3" in name or "Gemma-3" in name else None
+    gemma = "Gemma" in name
     weights = [
-        [random(*size).mul_(0.02) for size in sizes] + [random(2, C).fill_(1)] for _ in range(L)
+        [random(*size).mul_(0.02) for size in sizes] + [random(4, C).fill_(1), bias, of_heads]
+        for _ in range(L)
     ]
     head = random(V, C).mul_(0.02)
     torch.compiler.reset()  # it compiles a function for a few shapes only
@@ -56,7 +70,7 @@ def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable
         def launch(_: int, x=x, cosines=cosines, sines=sines) -> torch.Tensor:
             y = x
             for of_layer in weights:
-                y = compiled(y, of_layer, cosines, sines, H, G, D)
+                y = compiled(y, of_layer, cosines, sines, H, G, D, gemma)
             return y[-1:] @ head.t()
 
         try:
@@ -70,9 +84,9 @@ def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable
 
 def our_prompts(name: str) -> dict[int, float]:
     """Seconds, by the number of rows."""
-    command = [str(BUILD / "tests/bench_gpu"), name.upper(), "--prefill"]
+    command = [str(BUILD / "tests/bench_gpu"), name, "--prefill"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    pattern = rf"^\| {name.upper()} \| prompt of (\d+) \| ([\d.]+) \|"
+    pattern = rf"^\| {re.escape(name)} \| prompt of (\d+) \| ([\d.]+) \|"
     found = re.findall(pattern, done.stdout, re.MULTILINE)
     if done.returncode or not found:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-200:] or done.stdout[-200:]}")

@@ -89,7 +89,7 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     p.squares_stride = cuda_squares_stride(T);
     __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
     __nv_bfloat16 *const values = keys + (size_t)G * T * D;
-    p.heads = {out, keys, values, slots, positions, rope, H, G, D, T, D / 2};
+    p.heads = {out, keys, values, slots, positions, NULL, NULL, rope, H, G, D, T, D / 2};
     if (backend.general ? p.epilogue == EPILOGUE_QKV || p.gamma : !cuda_matmul_hopper_takes(&p))
         return failed("product", "not of this shape");
     backend.stream = stream;
@@ -118,7 +118,8 @@ extern "C" int peers_attention(cudaStream_t stream, int T, int H, int G, int D, 
     a.H = H;
     a.G = G;
     a.D = D;
-    a.S = S;
+    a.R = S;
+    a.window = ALL_POSITIONS;
     a.scale = scale;
     if (!backend.general && !cuda_attention_hopper_takes(&a))
         return failed("attention", "not of this shape");
