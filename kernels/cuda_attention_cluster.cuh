@@ -8,8 +8,9 @@
 
 enum { CLUSTER = 8 }; /* blocks at most: what every device grants */
 
-/* Positions of a part, and what they are a multiple of. */
-enum { PART_LEAST = 128, PART_ROUND = 64 };
+/* Positions of a part: a tile for each warp at least; and what they are a multiple of. */
+template <class S> constexpr int part_least = WARPS *S::tile;
+enum { PART_ROUND = 64 };
 
 /* What of four dims travels to the block that merges them. */
 enum { EXCHANGED = sizeof(float4) + sizeof(float2) };

@@ -13,6 +13,7 @@ template <class S> constexpr int blocks_of_registers = S::D > 128 ? 2 : 4;
 
 /* The row's positions in equal shares, one a block of the cluster; blocks past the last one have none. The
  * queries are the heads of the kv head, all of row 0. */
+template <class S>
 __device__ __forceinline__ struct work part_of_block(const struct cuda_attention &a, int parts) {
     struct work w = {};
     w.cut.ratio = a.H / a.G;
@@ -20,7 +21,7 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
     w.last = w.cut.ratio;
     w.slot = __ldcg(a.slots);
     w.length = __ldcg(a.positions) + 1;
-    take_part(w, a, {0, PART_LEAST, PART_ROUND}, blockIdx.x % parts, parts);
+    take_part(w, a, {0, part_least<S>, PART_ROUND}, blockIdx.x % parts, parts);
     return w;
 }
 
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
     start_dependents();
     open_exchange(&received);
     cluster_arrive_relaxed();
-    const struct work w = part_of_block(a, parts);
+    const struct work w = part_of_block<S>(a, parts);
     cluster_wait();
     if (w.index >= w.count) {
         wait_for_inputs();

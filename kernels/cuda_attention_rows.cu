@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS, (blocks_of_registers<S, SETS>))
     cluster_wait();
     for (int from = first, to, parity = 0; from < last; from = to) {
         to = together ? last : min(last, (cut.row(from) + 1) * cut.ratio);
-        const struct work w = work_of(a, cut, {0, PART_LEAST, PART_ROUND}, from, to);
+        const struct work w = work_of(a, cut, {0, part_least<S>, PART_ROUND}, from, to);
         if (w.index < w.count) {
             attend<S, SETS, false>(a, w, ring, (float *)shared);
             exchange<S>(a, w, (const float *)shared, shared + S::shared_bytes, &received, parity);

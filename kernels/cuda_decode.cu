@@ -190,7 +190,8 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
 template <mode M, bool AFTER>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least) {
     if (p.K <= 1024) return launch_form<M, AFTER, form<2, 2, 4, 2>>(b, p, ring, least);
-    if (p.K <= 1536) return launch_form<M, AFTER, form<2, 3, 2>>(b, p, ring, least);
+    if (p.K <= 1536 && M == PROJECT)
+        return launch_form<PROJECT, AFTER, form<2, 3, 2>>(b, p, ring, least);
     if (p.K <= 2048) return launch_form<M, AFTER, form<8, 1, 4>>(b, p, ring, least);
     if (p.K <= 4096) return launch_form<M, AFTER, form<8, 2, 2>>(b, p, ring, least);
     if (p.K <= 6144) return launch_form<M, AFTER, form<8, 3, 1>>(b, p, ring, least);

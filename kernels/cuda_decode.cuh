@@ -53,6 +53,7 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 template <class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 10) return 168;
     if (F::VECTORS > 7) return AFTER ? 112 : 104; /* 104 would spill */
+    if (AFTER && F::VECTORS < 5) return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
     if (F::VECTORS > 4) return 80;
     if (F::SLICES < 8) return 72;
     return F::VECTORS > 2 ? 64 : 56;
@@ -123,59 +124,77 @@ struct eight {
     }
 };
 
-/* The factor of the norm after the product before: its parts, added up by every warp. */
-__device__ __forceinline__ float factor_of_added(const stream &p) {
-    float sum = 0;
-    for (int i = (int)threadIdx.x % 32; i < p.parts; i += 32) sum += __ldcg(p.squares + i);
-    return rsqrtf(warp_sum(sum) / (float)p.K + p.eps);
+/* 8 floats of an array, written by other kernels or constant. */
+__device__ __forceinline__ eight load_eight(const float *from, int chunk) {
+    const float4 *at = (const float4 *)from + chunk * 2;
+    return {__ldcg(at), __ldcg(at + 1)};
+}
+__device__ __forceinline__ void add_scaled(float4 &to, float factor, float4 x, float4 weights) {
+    to.x += x.x * factor * weights.x, to.y += x.y * factor * weights.y;
+    to.z += x.z * factor * weights.z, to.w += x.w * factor * weights.w;
 }
 
-/* 8 of x from `chunk` on. AFTER: and what a norm adds to it. */
-template <bool AFTER>
-__device__ __forceinline__ eight load_x(const stream &p, int chunk, float factor) {
-    const float4 *from = (const float4 *)p.x + chunk * 2;
-    eight x = {__ldcg(from), __ldcg(from + 1)};
-    if (!AFTER || !p.added) return x;
-    const float4 *added = (const float4 *)p.added + chunk * 2;
-    const float4 *weights = (const float4 *)p.after + chunk * 2;
-    const float4 u[2] = {__ldcg(added), __ldcg(added + 1)};
-    const float4 w[2] = {__ldg(weights), __ldg(weights + 1)};
-    x.a.x += u[0].x * factor * w[0].x, x.a.y += u[0].y * factor * w[0].y;
-    x.a.z += u[0].z * factor * w[0].z, x.a.w += u[0].w * factor * w[0].w;
-    x.b.x += u[1].x * factor * w[1].x, x.b.y += u[1].y * factor * w[1].y;
-    x.b.z += u[1].z * factor * w[1].z, x.b.w += u[1].w * factor * w[1].w;
-    return x;
+/* x += RMSNorm of the product before, whose sum of squares every warp adds up from its parts. Block 0 keeps
+ * the new x. after: the norm's weights. */
+template <class F>
+__device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream &p,
+                                           const eight (&after)[F::VECTORS]) {
+    constexpr int PARTS = CUDA_SQUARES / 32; /* of a lane */
+    eight added[F::VECTORS];
+    float part[PARTS], sum = 0;
+    bool valid;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        const int index = i * 32 + (int)threadIdx.x % 32;
+        part[i] = index < p.parts ? __ldcg(p.squares + index) : 0.0f;
+    }
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++)
+        added[v] = load_eight(p.added, chunk_of<F>(v, p.K, &valid));
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += part[i];
+    const float factor = rsqrtf(warp_sum(sum) / (float)p.K + p.eps);
+    const bool keeps = blockIdx.x == 0 && threadIdx.x / 32 < F::SLICES; /* others have the same */
+#pragma unroll
+    for (int v = 0; v < F::VECTORS; v++) {
+        add_scaled(x[v].a, factor, added[v].a, after[v].a);
+        add_scaled(x[v].b, factor, added[v].b, after[v].b);
+        float4 *const to = (float4 *)p.x_after + chunk_of<F>(v, p.K, &valid) * 2;
+        if (keeps && valid) to[0] = x[v].a, to[1] = x[v].b;
+    }
 }
 
-/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. gamma does not
- * depend on other kernels and is there before the wait. AFTER: x is what the norm after a product makes
- * of it, which block 0 keeps. */
+/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. What does not depend on
+ * other kernels is there before the wait. AFTER: x is what the norm after a product makes of it. */
 template <class F, bool AFTER>
 __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
-    eight gamma[F::VECTORS];
-    float sum = 0, factor = 0;
+    eight gamma[F::VECTORS], after[F::VECTORS], x[F::VECTORS];
+    constexpr bool EARLY = !AFTER || F::VECTORS < 3; /* else registers are short */
+    const eight ones = {{1, 1, 1, 1}, {1, 1, 1, 1}};
+    float sum = 0;
     bool valid;
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
-        const float4 *from = (const float4 *)p.gamma + chunk_of<F>(v, p.K, &valid) * 2;
-        gamma[v] = {{1, 1, 1, 1}, {1, 1, 1, 1}};
-        if (!AFTER || p.gamma) gamma[v] = {__ldg(from), __ldg(from + 1)};
+        const int chunk = chunk_of<F>(v, p.K, &valid);
+        if (EARLY) gamma[v] = !AFTER || p.gamma ? load_eight(p.gamma, chunk) : ones;
+        if (AFTER && p.added) after[v] = load_eight(p.after, chunk);
     }
     wait_for_inputs();
-    if (AFTER && p.added) factor = factor_of_added(p);
+#pragma unroll
+    for (int v = 0; AFTER && v < F::VECTORS; v++)
+        x[v] = load_eight(p.x, chunk_of<F>(v, p.K, &valid));
+    if (AFTER && p.added) add_normed<F>(x, p, after);
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
         const int chunk = chunk_of<F>(v, p.K, &valid);
-        const eight x = load_x<AFTER>(p, chunk, factor);
+        if (!AFTER) x[v] = load_eight(p.x, chunk);
+        if (!EARLY) gamma[v] = p.gamma ? load_eight(p.gamma, chunk) : ones;
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            if (valid) sum += x[i] * x[i] + x[i + 1] * x[i + 1];
-            const uint32_t pair = pack_halves(x[i] * gamma[v][i], x[i + 1] * gamma[v][i + 1]);
+            if (valid) sum += x[v][i] * x[v][i] + x[v][i + 1] * x[v][i + 1];
+            const uint32_t pair = pack_halves(x[v][i] * gamma[v][i], x[v][i + 1] * gamma[v][i + 1]);
             in.x[v * 4 + i / 2] = valid ? pair : 0;
         }
-        if (!AFTER || !p.added || blockIdx.x > 0 || !valid) continue;
-        if (threadIdx.x / 32 >= F::SLICES) continue; /* the other groups of warps have the same */
-        ((float4 *)p.x_after)[chunk * 2] = x.a, ((float4 *)p.x_after)[chunk * 2 + 1] = x.b;
     }
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
