@@ -46,6 +46,10 @@ static const char *lacking(const struct config *c) {
     if (c->rope_tables != 1) return "choice of RoPE tables";
     if (c->norm_placement != NORM_BEFORE) return "norms after the block's halves";
     if (c->activation != SILU) return "GELU";
+    if (c->norm != RMS_NORM) return "LayerNorm";
+    if (c->out_bias || c->ffn_bias) return "biases after attention and in the feed-forward part";
+    if (!c->gated) return "feed-forward part without gate";
+    if (c->learned_positions) return "learned positions";
     if (c->attention_cap != 0 || c->final_cap != 0) return "caps on scores and logits";
     for (int l = 0; l < c->layers; l++) {
         if (c->layer[l].window) return "sliding windows";

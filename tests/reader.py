@@ -48,29 +48,42 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor, in order."""
     width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
     query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
-    tensors = [
-        ("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2)),
-        ("embed", dtype, (c["vocab"], width)),
-    ]
+    tensors = [("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2))] if c["rope_tables"] else []
+    tensors.append(("embed", dtype, (c["vocab"], width)))
+    if c["learned_positions"]:
+        tensors.append(("positions", dtype, (c["context"], width)))
     bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
-    normed = {0: (), 1: (c["head_dim"], c["head_dim"]), 2: (query, key)}[c["qk_norm"]]
-    norms = [(name, 0, (size,)) for name, size in zip(("norm_q", "norm_k"), normed, strict=False)]
+    sizes = {0: (), 1: (c["head_dim"], c["head_dim"]), 2: (query, key)}[c["qk_norm"]]
+    norms = [(name, 0, (size,)) for name, size in zip(("norm_q", "norm_k"), sizes, strict=False)]
     before = ("norm_attention", "norm_ffn") if c["norm_placement"] < 2 else ()
     after = ("norm_after_attention", "norm_after_ffn") if c["norm_placement"] else ()
+    up = ffn * (2 if c["gated"] else 1)
+
+    def bias_if(used, name, size=width):
+        return [(name, 0, (size,))] if used else []
+
+    def normed(names):
+        kinds = ("", "_bias") if c["norm"] else ("",)
+        return [(name + kind, 0, (width,)) for name in names for kind in kinds]
+
     for layer in range(c["layers"]):
-        at = f"layers.{layer}."
-        tensors += [
-            *((at + name, 0, (width,)) for name in before[:1]),
-            (at + "qkv", dtype, (query + 2 * key, width)),
-            *((at + name, *rest) for name, *rest in bias + norms),
-            (at + "out", dtype, (width, query)),
-            *((at + name, 0, (width,)) for name in after[:1]),
-            *((at + name, 0, (width,)) for name in before[1:]),
-            (at + "gate_up", dtype, (2 * ffn, width)),
-            (at + "down", dtype, (width, ffn)),
-            *((at + name, 0, (width,)) for name in after[1:]),
+        block = [
+            *normed(before[:1]),
+            ("qkv", dtype, (query + 2 * key, width)),
+            *bias,
+            *norms,
+            ("out", dtype, (width, query)),
+            *bias_if(c["out_bias"], "out_bias"),
+            *normed(after[:1]),
+            *normed(before[1:]),
+            ("gate_up", dtype, (up, width)),
+            *bias_if(c["ffn_bias"], "gate_up_bias", up),
+            ("down", dtype, (width, ffn)),
+            *bias_if(c["ffn_bias"], "down_bias"),
+            *normed(after[1:]),
         ]
-    tensors.append(("norm_final", 0, (width,)))
+        tensors += [(f"layers.{layer}.{name}", *rest) for name, *rest in block]
+    tensors += normed(["norm_final"])
     return tensors if c["tied"] else [*tensors, ("classifier", dtype, (c["vocab"], width))]
 
 
@@ -140,11 +153,19 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     position = np.arange(count)
     age = position[:, None] - position
 
+    def centred(x, name):
+        """With its mean taken away, if the norm is a LayerNorm."""
+        return x - x.mean(-1, keepdims=True) if name + "_bias" in weights else x
+
     def norm(x, name):
+        x = centred(x, name)
         factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
         return stored(x * weights[name]), factor
 
     def normed_product(x, name, matrix):
+        if name + "_bias" in weights:
+            rows, factor = norm(x, name)
+            return product(stored(rows * factor + weights[name + "_bias"]), weights[matrix])
         rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
@@ -159,7 +180,9 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     def norm_if(used, x, name):
         if not used:
             return x
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+        x = centred(x, name)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+        return x + weights.get(name + "_bias", 0)
 
     def norm_heads(x, name):
         if c["qk_norm"] < 2:
@@ -175,6 +198,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return x / (1 + np.exp(-x))
 
     x = weights["embed"][ids] * c["embed_scale"]
+    if c["learned_positions"]:
+        x = x + weights["positions"][:count]
     for layer, (window, table) in enumerate(model.layers):
         at = f"layers.{layer}."
         unseen = np.where((age < 0) | (age >= (window or count)), -np.inf, 0)
@@ -193,10 +218,16 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
         after = c["norm_placement"]
-        out = product(stored(mixed), weights[at + "out"])
+        out = product(stored(mixed), weights[at + "out"]) + weights.get(at + "out_bias", 0)
         x = x + norm_if(after, out, at + "norm_after_attention")
-        gate, up = np.split(normed_product(x, at + "norm_ffn", at + "gate_up"), 2, axis=-1)
-        out = product(stored(activate(gate) * up), weights[at + "down"])
+        hidden = normed_product(x, at + "norm_ffn", at + "gate_up")
+        hidden = hidden + weights.get(at + "gate_up_bias", 0)
+        if c["gated"]:
+            gate, up = np.split(hidden, 2, axis=-1)
+            hidden = activate(gate) * up
+        else:
+            hidden = activate(hidden)
+        out = product(stored(hidden), weights[at + "down"]) + weights.get(at + "down_bias", 0)
         x = x + norm_if(after, out, at + "norm_after_ffn")
     logits = normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
     return cap(logits, c["final_cap"])

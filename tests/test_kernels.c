@@ -60,13 +60,9 @@ static void check_embed(struct step *s) {
     poison(s, REGION_ROPE);
     begin(s);
     e->ops->embed(e, s->rows);
-    for (size_t t = 0; t < s->T; t++) {
-        for (size_t i = 0; i < s->C; i++) {
-            const size_t at = (size_t)row_numbers(s, 0)[t] * s->C + i;
-            const float value = weight_at(e->embed, c->weight_dtype, at);
-            x[t * s->C + i] =
-                (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
-        }
+    for (size_t i = 0; i < s->T * s->C; i++) {
+        const int32_t token = row_numbers(s, 0)[i / s->C], position = row_numbers(s, 2)[i / s->C];
+        x[i] = reference_embedding(e, token, position, i % s->C);
     }
     compare(s, "x", region(s, REGION_X), s->C, x, s->T, s->C);
     allow(s, region(s, REGION_X), s->T * s->C);
@@ -114,7 +110,8 @@ static void check_qkv(struct step *s, int layer) {
     poison(s, REGION_QKV);
     begin(s);
     e->ops->qkv(e, layer, s->rows);
-    if (w->norm_attention) reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
+    reference_any_norm(x, x, w->norm_attention, w->norm_attention_bias, e->config->norm_eps, s->T,
+                       s->C);
     reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
     for (size_t t = 0; t < s->T; t++)
         reference_heads(s, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
@@ -163,7 +160,7 @@ static void check_attend(struct step *s, int layer) {
 static void check_project(struct step *s, int layer, enum projection which) {
     struct engine *e = &s->r->engine;
     const bool out = which == ATTENTION_OUT;
-    const size_t K = out ? s->H * s->D : s->F, stride = out ? K : 2 * K;
+    const size_t K = out ? s->H * s->D : s->F, stride = out ? K : s->hidden;
     struct both *in = both_new(s->T * K), *x = both_from(region(s, REGION_X), s->T * s->C);
     for (size_t i = 0; i < s->T * K; i++) {
         const float value = region(s, out ? REGION_A : REGION_H)[i / K * stride + i % K];
@@ -171,11 +168,8 @@ static void check_project(struct step *s, int layer, enum projection which) {
     }
     begin(s);
     e->ops->project(e, layer, which, s->rows);
-    const struct layer_weights *w = &e->layer[layer];
-    const float *norm = out ? w->after_attention : w->after_ffn;
-    reference_project(x, in, out ? w->out : w->down, e->config->weight_dtype, s->T, s->C, K, norm,
-                      e->config->norm_eps);
-    if (norm) allow(s, region(s, REGION_QKV), s->T * s->C);
+    reference_residual(s, layer, which, x, in);
+    if (e->layer[layer].after_attention) allow(s, region(s, REGION_QKV), s->T * s->C);
     compare(s, out ? "x + a Wout" : "x + h Wdown", region(s, REGION_X), s->C, x, s->T, s->C);
     allow(s, region(s, REGION_X), s->T * s->C);
     end(s, "project");
@@ -185,20 +179,15 @@ static void check_project(struct step *s, int layer, enum projection which) {
 
 static void check_gate_up(struct step *s, int layer) {
     struct engine *e = &s->r->engine;
-    const struct layer_weights *w = &e->layer[layer];
     struct both *x = both_from(region(s, REGION_X), s->T * s->C);
-    struct both *both = both_new(s->T * 2 * s->F), *h = both_new(s->T * s->F);
     poison(s, REGION_H);
     begin(s);
     e->ops->gate_up(e, layer, s->rows);
-    reference_norm(x, x, w->norm_ffn, e->config->norm_eps, s->T, s->C);
-    reference_product(both, x, w->gate_up, e->config->weight_dtype, s->T, 2 * s->F, s->C);
-    reference_activate(e->config->activation, h, both, s->T, s->F);
-    compare(s, "h", region(s, REGION_H), 2 * s->F, h, s->T, s->F);
-    allow(s, region(s, REGION_H), s->T * 2 * s->F);
+    struct both *h = reference_hidden(s, layer, x);
+    compare(s, "h", region(s, REGION_H), s->hidden, h, s->T, s->F);
+    allow(s, region(s, REGION_H), s->T * s->hidden);
     end(s, "gate_up");
     free(x);
-    free(both);
     free(h);
 }
 
@@ -212,7 +201,7 @@ static void check_classify(struct step *s) {
     poison(s, REGION_LOGITS);
     begin(s);
     e->ops->classify(e, s->rows);
-    reference_norm(x, x, e->norm_final, e->config->norm_eps, n, s->C);
+    reference_any_norm(x, x, e->norm_final, e->norm_final_bias, e->config->norm_eps, n, s->C);
     reference_product(logits, x, e->classifier, e->config->weight_dtype, n, used, s->C);
     for (size_t i = 0; i < n * used; i++)
         logits[i] = reference_cap(logits[i], e->config->final_cap);
@@ -252,7 +241,13 @@ static void vary(struct config *c, int T, int position) {
     c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
     c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
     c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
-    c->rope_tables = 1 + T % 2;
+    c->rope_tables = T % 9 == 8 ? 0 : 1 + T % 2;
+    if (!c->rope_tables) c->rotary_dims = 0;
+    c->norm = T % 5 < 2 ? LAYER_NORM : RMS_NORM;
+    c->gated = T % 8 > 2;
+    c->out_bias = T % 4 < 2;
+    c->ffn_bias = T % 3 > 0;
+    c->learned_positions = T % 4 == 1;
     c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
     c->activation = T % 7 > 3 ? GELU_TANH : SILU;
     c->attention_cap = T % 6 == 2 ? 2.5f : 0;
@@ -273,6 +268,7 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.tied = T % 2;
     vary(&c, T, position);
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
+    c.context = position + T;
     random_engine_open(&r, c,
                        (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});
     struct step s = step_of(&r, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4});
