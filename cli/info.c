@@ -51,6 +51,7 @@ static void print_config(const struct config *c) {
                                         ", after the block's halves"};
     static const char *const qk_norms[] = {"", ", queries and keys with norms",
                                            ", all queries and all keys with a norm"};
+    static const char *const activations[] = {"SiLU", "GELU", "GELU by erf"};
     printf("name                 ");
     for (const char *at = c->name; *at; at++) print_text(at, 1);
     printf("\nparameters           %.2f M\n", (double)config_parameters(c) * 1e-6);
@@ -60,7 +61,7 @@ static void print_config(const struct config *c) {
            c->out_bias ? ", a bias on what they give" : "", qk_norms[c->qk_norm]);
     print_layers(c);
     printf("feed-forward         %d, %s%s%s\n", c->ffn, c->gated ? "gated, " : "",
-           c->activation == SILU ? "SiLU" : "GELU", c->ffn_bias ? ", with biases" : "");
+           activations[c->activation], c->ffn_bias ? ", with biases" : "");
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");
     printf("context              %d\nnorm                 %s%s, epsilon %g\n", c->context,

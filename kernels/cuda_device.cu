@@ -45,6 +45,7 @@ static const char *lacking(const struct config *c) {
     if (c->rotary_dims != c->head_dim) return "RoPE on a part of a head";
     if (c->rope_tables != 1) return "choice of RoPE tables";
     if (c->norm_placement != NORM_BEFORE) return "norms after the block's halves";
+    if (c->activation == GELU) return "GELU by erf";
     if (c->activation != SILU) return "GELU";
     if (c->norm != RMS_NORM) return "LayerNorm";
     if (c->out_bias || c->ffn_bias) return "biases after attention and in the feed-forward part";

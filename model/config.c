@@ -62,7 +62,7 @@ static const struct integer_field integer_fields[] = {
     INTEGER(ffn_bias, 124, 0, 1),
     INTEGER(qk_norm, 128, 0, QK_NORM_FULL),
     INTEGER(gated, 132, 0, 1),
-    INTEGER(activation, 136, 0, GELU_TANH),
+    INTEGER(activation, 136, 0, GELU),
     INTEGER(learned_positions, 140, 0, 1),
     INTEGER(rotary_dims, 144, 0, 512),
     INTEGER(rope_tables, 148, 0, 2),

@@ -1,6 +1,7 @@
 """Reads model.bin from model/format.md alone, and runs it in float64: the exporter's oracle, which
 shares no code with it."""
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return limit * np.tanh(x / limit) if limit else x
 
     def activate(x):
+        if c["activation"] == 2:
+            return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
         if c["activation"]:
             return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return x / (1 + np.exp(-x))

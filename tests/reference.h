@@ -132,6 +132,9 @@ static inline struct both reference_gelu(struct both x) {
 
 static inline struct both reference_activation(enum activation kind, struct both x) {
     if (kind == GELU_TANH) return reference_gelu(x);
+    if (kind == GELU)
+        return (struct both){x.exact / 2 * (1 + erf(x.exact / sqrt(2.0))),
+                             x.plain / 2 * (1 + erff(x.plain / sqrtf(2.0f)))};
     return (struct both){x.exact / (1 + exp(-x.exact)), x.plain / (1 + expf(-x.plain))};
 }
 

@@ -249,7 +249,7 @@ static void vary(struct config *c, int T, int position) {
     c->ffn_bias = T % 3 > 0;
     c->learned_positions = T % 4 == 1;
     c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
-    c->activation = T % 7 > 3 ? GELU_TANH : SILU;
+    c->activation = T % 7 > 4 ? GELU : T % 7 > 2 ? GELU_TANH : SILU;
     c->attention_cap = T % 6 == 2 ? 2.5f : 0;
     c->final_cap = T % 6 == 3 ? 1.5f : 0;
     for (int l = 0; l < c->layers; l++) {
