@@ -32,7 +32,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="a Hugging Face folder (safetensors), a .gguf file, or a .bin of llama2.c",
+        help="a folder (safetensors) of Hugging Face or nanoGPT, a .gguf file, a .bin of llama2.c",
     )
     parser.add_argument(
         "-o", dest="target", type=Path, required=True, metavar="FILE", help="the file to write"
@@ -80,7 +80,7 @@ def describe(model: Model, dtype: str) -> str:
         f"{config.name}: {model.family}",
         f"  {config.layers} layers, width {config.width}, {heads}, feed-forward {config.ffn}",
         f"  vocabulary {config.vocab}{tied}, context {config.context}, matrices as {dtype}",
-        f"  RoPE: {config.rope}",
+        "  positions: learned" if config.learned_positions else f"  RoPE: {config.rope}",
     ]
     sliding = [window for window in config.windows if window]
     if sliding:

@@ -79,7 +79,7 @@ def family_of(content: dict) -> str:
     if family is None:
         family = TYPES.get(content.get("model_type"), content.get("model_type"))
     if family not in FAMILIES and family not in TEXT_OF:
-        known = ", ".join((*FAMILIES, *TEXT_OF))
+        known = ", ".join((*FAMILIES, *TEXT_OF, "GPT2LMHeadModel"))
         raise ExportError(f"config.json: architecture {family} is not supported; known: {known}")
     return family
 

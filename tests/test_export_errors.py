@@ -38,7 +38,7 @@ SHARD = "model-00001-of-00002.safetensors"
             {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
             "text_config: expected the config of the text part, found 3",
         ),
-        ({"architectures": None, "model_type": "gpt2"}, "gpt2 is not supported; known"),
+        ({"architectures": None, "model_type": "gptj"}, "gptj is not supported; .*GPT2LMHead"),
         ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
         ({"architectures": [["x"]]}, "config.json"),
         ({"attention_bias": True}, "attention_bias is not supported"),
