@@ -1,8 +1,10 @@
 """Writes GPT-2 as its sources have it, each from its published layout. Tensors go by their Hugging
 Face names and are those of golden/gpt2.py."""
 
+import struct
 from pathlib import Path
 
+import numpy as np
 import writers
 from golden import gpt2, tiny
 
@@ -34,3 +36,31 @@ def nanogpt_folder(folder: Path, tensors: dict, prefix: str = "", **changes) -> 
     tensors |= {"lm_head.weight": tensors["transformer.wte.weight"]}
     named = {prefix + name: values for name, values in tensors.items()}
     return writers.hf_folder(folder, nanogpt_config(**changes), named)
+
+
+def llmc_file(path: Path, tensors: dict, version: int = 3, rows: int = 384, **header) -> Path:
+    """rows: of the embedding, padded with what must never be sampled."""
+    c = gpt2.CONFIG
+    tensors = linear(tensors)
+    embedding = tensors.pop("transformer.wte.weight")
+    padding = np.full((rows - len(embedding), embedding.shape[1]), 99, np.float32)
+    at = {f"transformer.h.{layer}.": layer for layer in range(c["n_layer"])}
+    names = [name.removeprefix("transformer.h.0.") for name in tensors if ".h.0." in name]
+    stacked = [tensors[prefix + name] for name in names for prefix in at]
+    values = [embedding, padding, tensors["transformer.wpe.weight"], *stacked]
+    values += [tensors[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")]
+    head = {"magic": 20240326, "version": version, "context": c["n_positions"]}
+    head |= {"vocab": c["vocab_size"], "layers": c["n_layer"], "heads": c["n_head"]}
+    head |= {"width": c["n_embd"], "rows": rows}
+    data = [writers.to_bf16(v) if version == 5 else v.astype("<f4") for v in values]
+    start = struct.pack("<8i", *(head | header).values()).ljust(1024, b"\0")
+    path.write_bytes(start + b"".join(array.tobytes() for array in data))
+    return path
+
+
+def llmc_tokenizer(path: Path, pieces: list[bytes], **header) -> Path:
+    head = {"magic": 20240328, "version": 2, "count": len(pieces), "end": len(pieces) - 1}
+    head |= header
+    texts = b"".join(bytes([len(piece)]) + piece for piece in pieces)
+    path.write_bytes(struct.pack("<4I", *head.values()).ljust(1024, b"\0") + texts)
+    return path

@@ -341,7 +341,7 @@ def test_usage(tmp_path, out, capsys, tensors):
     refused(capsys, folder, tmp_path / "out", "is a directory; -o takes the file")
     refused(capsys, folder, out, "invalid choice: 'q8'", "--dtype", "q8")
     refused(capsys, folder, out, "unrecognized arguments: --x", "--x")
-    refused(capsys, folder, out, "--tokenizer is for llama2.c", "--tokenizer", folder)
+    refused(capsys, folder, out, "--tokenizer is for .bin files of llama2.c", "--tokenizer", folder)
     refused(capsys, folder / "model.safetensors", out, "part of a checkpoint; give its folder")
     assert main([str(folder), "-o", str(out)]) == 0
     refused(capsys, out, tmp_path / "other.bin", "is a model.bin already")

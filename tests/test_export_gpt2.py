@@ -2,6 +2,7 @@
 not fit."""
 
 import json
+import struct
 from pathlib import Path
 
 import gpt2_writers
@@ -11,7 +12,9 @@ import reader
 import writers
 from exporting import differs, export, refused, same_tensors
 from golden import gpt2, tiny
+from tokenizer_data import DATA, gguf_reader, need
 
+from export import llmc, tokenizer
 from export.__main__ import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -233,3 +236,134 @@ def test_nanogpt_classifier_is_tied(tmp_path, out, capsys, weights):
     found = gpt2_writers.linear(weights) | {LM_HEAD: weights[WTE] + 1}
     writers.safetensors_file(folder / "model.safetensors", found)
     refused(capsys, folder, out, "the classifier is tied, but lm_head.weight differs")
+
+
+# ---- llm.c ----
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_llmc(tmp_path, weights, whole, version):
+    """The padding of the embedding is left out."""
+    held = weights
+    if version == 5:
+        held = {
+            name: (writers.to_bf16(values).astype(np.uint32) << 16).view(np.float32)
+            for name, values in weights.items()
+        }
+    gpt2_writers.llmc_file(tmp_path / "t.bin", weights, version)
+    file = export(tmp_path / "t.bin", tmp_path / "model.bin", "--dtype", "f32")
+    assert differs(file, whole) == {"name", "bos", "add_bos", "stops", "stop_count"}
+    writers.hf_folder(tmp_path / "held", gpt2.CONFIG, held)
+    same_tensors(file, export(tmp_path / "held", tmp_path / "held.bin", "--dtype", "f32"))
+
+
+def test_llmc_with_gpt2s_vocabulary(tmp_path):
+    """Ids that the file does not name are those of GPT-2."""
+    sizes = {"context": 8, "vocab": 50257, "layers": 1, "heads": 1, "width": 8}
+    count = 50304 * 8 + 8 * 8 + 12 * 8 * 8 + 13 * 8 + 2 * 8
+    gpt2_writers.llmc_file(tmp_path / "t.bin", gpt2_writers.weights(), rows=50304, **sizes)
+    head = (tmp_path / "t.bin").read_bytes()[:1024]
+    (tmp_path / "t.bin").write_bytes(head + np.ones(count, "<f4").tobytes())
+    file = export(tmp_path / "t.bin", tmp_path / "model.bin")
+    assert (file.config["vocab"], file.config["vocab_used"]) == (50257, 50257)
+    assert (file.config["bos"], file.config["stops"]) == (50256, [50256])
+
+
+@pytest.mark.parametrize("given", ["folder", "tokenizer.json", "tokenizer.bin"])
+def test_llmc_with_a_tokenizer(tmp_path, weights, given):
+    content = writers.byte_level_json(added=[("<|endoftext|>", True)])
+    end = content["added_tokens"][0]["id"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tokenizer.json").write_text(json.dumps(content))
+    pieces = [bytes([byte]) for byte in range(256)] + [b"he", b"ll", b"hell", b"<|endoftext|>"]
+    path = {
+        "folder": tmp_path / "folder",
+        "tokenizer.json": tmp_path / "folder" / "tokenizer.json",
+        "tokenizer.bin": gpt2_writers.llmc_tokenizer(tmp_path / "tokenizer.bin", pieces),
+    }[given]
+    gpt2_writers.llmc_file(tmp_path / "t.bin", weights)
+    file = export(tmp_path / "t.bin", tmp_path / "model.bin", "--tokenizer", path)
+    section = reader.read_section(file.tokenizer)
+    assert section["pieces"][256:] == [b"he", b"ll", b"hell", b""][: len(section["pieces"]) - 256]
+    assert section["added"] == [(end, 1, b"<|endoftext|>")] and section["pattern"] == 1
+    assert section["unmergeable"] == []
+    assert (file.config["bos"], file.config["add_bos"], file.config["stops"]) == (end, 0, [end])
+    assert file.config["vocab_used"] == end + 1
+
+
+@pytest.mark.parametrize(
+    ("header", "pattern"),
+    [
+        ({"version": 1}, "llm.c version 1, expected 3 or 5"),
+        ({"magic": 20240327}, "not a llama2.c model, nor anything else that is known"),
+        ({"width": 0}, "llm.c's header makes no sense: .* width 0"),
+        ({"rows": 330}, "llm.c's header makes no sense: .* vocabulary 331 in 330 rows"),
+        ({"layers": -1}, "llm.c's header makes no sense"),
+        ({"heads": 5}, "width 64 is not a multiple of 5 heads"),
+        ({"heads": 16}, "head size 4 is not a multiple of 8"),
+        ({"layers": 2000}, "layers 2000 is not in 1 to 1024"),
+        ({"layers": 4}, r"an llm.c checkpoint of this header has \d+ bytes, found"),
+        ({"context": 511}, r"an llm.c checkpoint of this header has \d+ bytes, found"),
+    ],
+)
+def test_llmc_that_does_not_fit(tmp_path, out, capsys, weights, header, pattern):
+    path = gpt2_writers.llmc_file(tmp_path / "t.bin", weights)
+    fields = ("magic", "version", "context", "vocab", "layers", "heads", "width", "rows")
+    data = bytearray(path.read_bytes())
+    for key, value in header.items():
+        struct.pack_into("<i", data, 4 * fields.index(key), value)
+    path.write_bytes(data)
+    refused(capsys, path, out, pattern)
+
+
+def test_llmc_that_is_cut_short(tmp_path, out, capsys, weights):
+    path = gpt2_writers.llmc_file(tmp_path / "t.bin", weights)
+    data = path.read_bytes()
+    for size, pattern in (
+        (1000, "cut short in its header"),
+        (1024, "has 830720 bytes, found 1024"),
+        (len(data) - 1, "bytes, found"),
+        (len(data) + 4, "bytes, found"),
+    ):
+        path.write_bytes(data.ljust(size, b"\0")[:size])
+        refused(capsys, path, out, pattern)
+
+
+def test_llmc_tokenizers_that_do_not_fit(tmp_path, out, capsys, weights):
+    path = gpt2_writers.llmc_file(tmp_path / "t.bin", weights)
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<|endoftext|>"]
+    own = tmp_path / "gpt2_tokenizer.bin"
+    for header, pattern in (
+        ({"magic": 20240327}, "expected a tokenizer.json, a folder that has it, or llm.c's"),
+        ({"version": 3}, "llm.c's tokenizer of version 1 or 2"),
+        ({"count": 258}, "expected 258 pieces, id 256 among them, found 257 in"),
+        ({"count": 256, "end": 9}, "expected 256 pieces, id 9 among them, found 256 in"),
+        ({"end": 257}, "expected 257 pieces, id 257 among them"),
+        ({"version": 1}, "id 50256 among them"),
+    ):
+        gpt2_writers.llmc_tokenizer(own, pieces, **header)
+        refused(capsys, path, out, pattern, "--tokenizer", own)
+    gpt2_writers.llmc_tokenizer(own, pieces * 2, end=256)
+    refused(capsys, path, out, "tokenizer has 514 ids, but .* 331 rows", "--tokenizer", own)
+    own.write_bytes(b"x" * 1023)
+    refused(capsys, path, out, "cut short in its header", "--tokenizer", own)
+    refused(capsys, path, out, "No such file", "--tokenizer", tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    refused(capsys, path, out, "there is no tokenizer.json", "--tokenizer", tmp_path / "empty")
+
+
+def test_llmc_tokenizer_is_gpt2s(tmp_path):
+    """Its own file and GPT-2's published vocabulary give the same tokenizer."""
+    published = tokenizer.section_from_gguf(
+        gguf_reader(need(DATA / "tokenizers" / "gpt2-vocab.gguf"))
+    )
+    pieces = [*reader.read_section(published)["pieces"], b"<|endoftext|>"][:50257]
+    pieces[50256] = b"<|endoftext|>"
+    path = gpt2_writers.llmc_tokenizer(tmp_path / "gpt2_tokenizer.bin", pieces)
+    ours = reader.read_section(llmc.tokenizer_from_llmc(path).section())
+    theirs = reader.read_section(published)
+    assert ours["pieces"][:50256] == theirs["pieces"][:50256]
+    for key in ("kind", "pattern", "flags", "unmergeable", "added"):
+        assert ours[key] == theirs[key]
+    gpt2_writers.llmc_tokenizer(path, pieces, version=1, end=0)
+    assert llmc.tokenizer_from_llmc(path).id_of_control("<|endoftext|>") == 50256
