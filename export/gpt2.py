@@ -1,12 +1,12 @@
 """GPT-2: folders of Hugging Face, whose matrices are [inputs, outputs], and folders with nanoGPT's
-weights in model.safetensors and its model_args in config.json."""
+weights in model.safetensors and its model_args in config.json; what its GGUF files say."""
 
 from pathlib import Path
 
 import numpy as np
 
 from export import chat
-from export.config import Settings
+from export.config import Settings, refuse_in_gguf
 from export.errors import ExportError, malformed
 from export.model import Config, Model, Part, check_tied, collect, rows_of, transposed
 from export.tokenizer import Tokenizer, tokenizer_from_hf
@@ -129,6 +129,22 @@ def _config_from_nanogpt(content: dict, name: str) -> Config:
         qkv_bias=biases,
         out_bias=biases,
         ffn_bias=biases,
+    )
+
+
+def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
+    """metadata: the keys that begin with the architecture and a dot, without these."""
+    refuse_in_gguf(metadata, architecture)
+    settings = Settings(metadata, "GGUF metadata")
+    return block_config(
+        settings.integer("embedding_length", None),
+        settings.integer("attention.head_count", None),
+        name=name,
+        layers=settings.integer("block_count", None),
+        ffn=settings.integer("feed_forward_length", None),
+        vocab=settings.integer("vocab_size", None),
+        context=settings.integer("context_length", None),
+        norm_eps=settings.number("attention.layer_norm_epsilon", None),
     )
 
 

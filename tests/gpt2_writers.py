@@ -4,6 +4,7 @@ Face names and are those of golden/gpt2.py."""
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import writers
 from golden import gpt2, tiny
@@ -63,4 +64,48 @@ def llmc_tokenizer(path: Path, pieces: list[bytes], **header) -> Path:
     head |= header
     texts = b"".join(bytes([len(piece)]) + piece for piece in pieces)
     path.write_bytes(struct.pack("<4I", *head.values()).ljust(1024, b"\0") + texts)
+    return path
+
+
+GGUF_NAMES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "wte": "token_embd",
+    "wpe": "position_embd",
+    "ln_f": "output_norm",
+    "lm_head": "output",
+}
+
+
+def gguf_file(path: Path, tensors: dict, **changes) -> Path:
+    """What llama.cpp's converter writes; changes: of keys without "gpt2." (None: left out)."""
+    c = gpt2.CONFIG
+    writer = gguf.GGUFWriter(path, "gpt2")
+    keys = {
+        "block_count": c["n_layer"],
+        "context_length": c["n_positions"],
+        "embedding_length": c["n_embd"],
+        "feed_forward_length": 4 * c["n_embd"],
+        "attention.head_count": c["n_head"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+    }
+    for key, value in (keys | changes).items():
+        if isinstance(value, float):
+            writer.add_float32(f"gpt2.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"gpt2.{key}", value)
+    writer.add_eos_token_id(c["eos_token_id"])
+    writer.add_bos_token_id(c["bos_token_id"])
+    for name, values in linear(tensors).items():
+        *layer, rest = name.removeprefix("transformer.").removeprefix("h.").split(".", 1)
+        if not layer[0].isdigit():
+            layer, rest = [], ".".join([*layer, rest])
+        part, kind = rest.rsplit(".", 1)
+        at = "".join(f"blk.{number}." for number in layer)
+        writer.add_tensor(f"{at}{GGUF_NAMES[part]}.{kind}", np.ascontiguousarray(values))
+    writers.finish(writer)
     return path

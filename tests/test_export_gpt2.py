@@ -367,3 +367,38 @@ def test_llmc_tokenizer_is_gpt2s(tmp_path):
         assert ours[key] == theirs[key]
     gpt2_writers.llmc_tokenizer(path, pieces, version=1, end=0)
     assert llmc.tokenizer_from_llmc(path).id_of_control("<|endoftext|>") == 50256
+
+
+# ---- GGUF ----
+
+
+def test_gguf(tmp_path, weights, whole):
+    """Older converters write the embedding a second time as the classifier."""
+    file = export(
+        gpt2_writers.gguf_file(tmp_path / "t.gguf", weights), tmp_path / "t.bin", "--dtype", "f32"
+    )
+    same_tensors(file, whole)
+    assert differs(file, whole) == {"name"}
+    twice = weights | {LM_HEAD: weights[WTE]}
+    gpt2_writers.gguf_file(tmp_path / "t.gguf", twice)
+    file = export(tmp_path / "t.gguf", tmp_path / "t.bin", "--dtype", "f32")
+    assert np.array_equal(file.tensors["classifier"], weights[WTE])
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "pattern"),
+    [
+        ({"attention.layer_norm_epsilon": None}, None, "layer_norm_epsilon: expected a number"),
+        ({"attention.head_count": 5}, None, "width 64 is not a multiple of 5 heads"),
+        ({"block_count": 1 << 31}, None, "layers 2147483648 is not in 1 to 1024"),
+        ({"attention.scale": 0.5}, None, "gpt2.attention.scale 0.5 is not supported"),
+        ({"context_length": 64}, None, r"position_embd.weight: expected shape \[64, 64\]"),
+        ({"feed_forward_length": 128}, None, r"ffn_up.weight: expected shape \[128, 64\]"),
+        ({}, "transformer.h.1.attn.c_attn.bias", "tensor blk.1.attn_qkv.bias is missing"),
+        ({}, "transformer.h.1.mlp.c_proj.bias", "tensor blk.1.ffn_down.bias is missing"),
+    ],
+)
+def test_gguf_that_does_not_fit(tmp_path, out, capsys, weights, changes, missing, pattern):
+    kept = {name: values for name, values in weights.items() if name != missing}
+    gpt2_writers.gguf_file(tmp_path / "t.gguf", kept, **changes)
+    refused(capsys, tmp_path / "t.gguf", out, pattern)

@@ -26,6 +26,10 @@ def from_llmc(folder, weights):
     return gpt2_writers.llmc_file(folder / "llmc.bin", weights), "gpt2"
 
 
+def from_gguf(folder, weights):
+    return gpt2_writers.gguf_file(folder / "tiny.gguf", weights), "gpt2"
+
+
 def export(source, target, *options):
     command = [sys.executable, "-m", "export", source, "-o", target, *options]
     subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
@@ -39,7 +43,7 @@ def model(tmp_path_factory):
     return export(source, folder / "model.bin", "--dtype", "f32")
 
 
-@pytest.mark.parametrize("source", [from_hugging_face, from_nanogpt, from_llmc])
+@pytest.mark.parametrize("source", [from_hugging_face, from_nanogpt, from_llmc, from_gguf])
 def test_logits(tmp_path, source):
     """They differ from those of transformers by up to 1e-4 of their range."""
     path, family = source(tmp_path, gpt2_writers.weights())
