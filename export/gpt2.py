@@ -49,8 +49,13 @@ def is_nanogpt(content: dict) -> bool:
 
 def is_described(content: dict) -> bool:
     """Whether a config.json is one of GPT-2."""
-    named = content.get("architectures") or content.get("model_type")
-    return named in ([ARCHITECTURE], "gpt2") or is_nanogpt(content)
+    named = content.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return (
+        first == ARCHITECTURE
+        or is_nanogpt(content)
+        or (first is None and content.get("model_type") == "gpt2")
+    )
 
 
 def block_config(width: int, heads: int, **others) -> Config:

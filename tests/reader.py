@@ -141,6 +141,18 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32).astype(np.float64)
 
 
+def cap(x: np.ndarray, limit: float) -> np.ndarray:
+    return limit * np.tanh(x / limit) if limit else x
+
+
+def activated(kind: int, x: np.ndarray) -> np.ndarray:
+    if kind == 2:
+        return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    if kind == 1:
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
 def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
     """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
     number that a backend keeps between two operators: the inputs of products, queries, the cache.
@@ -154,19 +166,13 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     position = np.arange(count)
     age = position[:, None] - position
 
-    def centred(x, name):
-        """With its mean taken away, if the norm is a LayerNorm."""
-        return x - x.mean(-1, keepdims=True) if name + "_bias" in weights else x
-
     def norm(x, name):
-        x = centred(x, name)
         factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
         return stored(x * weights[name]), factor
 
     def normed_product(x, name, matrix):
         if name + "_bias" in weights:
-            rows, factor = norm(x, name)
-            return product(stored(rows * factor + weights[name + "_bias"]), weights[matrix])
+            return product(stored(norm_if(True, x, name)), weights[matrix])
         rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
@@ -181,7 +187,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     def norm_if(used, x, name):
         if not used:
             return x
-        x = centred(x, name)
+        if name + "_bias" in weights:
+            x = x - x.mean(-1, keepdims=True)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
         return x + weights.get(name + "_bias", 0)
 
@@ -189,16 +196,6 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         if c["qk_norm"] < 2:
             return norm_if(c["qk_norm"], x, name)
         return norm_if(True, x.reshape(count, -1), name).reshape(x.shape)
-
-    def cap(x, limit):
-        return limit * np.tanh(x / limit) if limit else x
-
-    def activate(x):
-        if c["activation"] == 2:
-            return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-        if c["activation"]:
-            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        return x / (1 + np.exp(-x))
 
     x = weights["embed"][ids] * c["embed_scale"]
     if c["learned_positions"]:
@@ -227,9 +224,9 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         hidden = hidden + weights.get(at + "gate_up_bias", 0)
         if c["gated"]:
             gate, up = np.split(hidden, 2, axis=-1)
-            hidden = activate(gate) * up
+            hidden = activated(c["activation"], gate) * up
         else:
-            hidden = activate(hidden)
+            hidden = activated(c["activation"], hidden)
         out = product(stored(hidden), weights[at + "down"]) + weights.get(at + "down_bias", 0)
         x = x + norm_if(after, out, at + "norm_after_ffn")
     logits = normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")

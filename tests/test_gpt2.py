@@ -82,6 +82,16 @@ def test_info_says_what_is_special(model):
     assert "RoPE" not in said
 
 
+def test_benchmark_counts_two_matrices_in_the_feed_forward_part(model):
+    table = answer(model, "--bench", "--pp", 0, "--tg", 1, "--threads", 1).decode()
+    (row,) = (line for line in table.splitlines() if "| tg1 |" in line)
+    columns = [column.strip() for column in row.split("|")]
+    rate = float(columns[7].split()[0])
+    weights = 3 * 64 * (4 * 64 + 2 * 256) + 331 * 64
+    assert abs(float(columns[8]) * 1e9 / rate / (4 * weights) - 1) < 0.1
+    assert abs(float(columns[9]) * 1e9 / rate / (2 * weights) - 1) < 0.1
+
+
 def test_a_gpu_does_not_have_it_yet(model):
     refused = refusal(5, model, "--ids", "1", "--device", "cuda")
     assert "no bias on q, k and v yet" in refused or "this build has no CUDA" in refused

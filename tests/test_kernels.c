@@ -383,9 +383,27 @@ static void exp8_is_right_over_its_range(void **state) {
     assert_true(y[4] == y[5] && y[4] > 1e38f && isfinite(y[4]) && y[6] == 1 && y[7] == 1);
 }
 
+/* The deviations are summed up, not the squares less the mean's: those would cancel. */
+static void a_layer_norm_of_a_row_far_from_zero(void **state) {
+    (void)state;
+    enum { K = 72 };
+    uint64_t random = 1;
+    for (int n = 0; n < 20; n++) {
+        float x[K];
+        double mean = 0, variance = 0;
+        for (int k = 0; k < K; k++) x[k] = 1000 + random_float(&random);
+        for (int k = 0; k < K; k++) mean += (double)x[k] / K;
+        for (int k = 0; k < K; k++) variance += ((double)x[k] - mean) * ((double)x[k] - mean) / K;
+        const struct norm_row row = norm_row(x, K, 1e-5f, true);
+        assert_true(fabs((double)row.mean / mean - 1) < 1e-6);
+        assert_true(fabs((double)row.scale * sqrt(variance + 1e-5) - 1) < 1e-6);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exp8_is_right_over_its_range),
+        cmocka_unit_test(a_layer_norm_of_a_row_far_from_zero),
         cmocka_unit_test(every_operator_on_ragged_shapes),
         cmocka_unit_test(every_operator_on_wide_shapes),
         cmocka_unit_test(attention_over_long_caches),
