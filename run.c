@@ -99,9 +99,16 @@ static int open_tokenizer(struct run *r, struct error *error) {
     return fail(error, code, "%s: tokenizer: %s", r->file.path, inner.text);
 }
 
-/* The positions to plan for: as asked, else the model's, cut to what fits into free memory. */
+/* The positions to plan for: as asked, else the model's, cut to what fits into free memory. Positions
+ * that are learned end with the model's context. */
 static int choose_context(struct run *r, struct limits *limits, struct error *error) {
     const struct config *c = &r->file.config;
+    if (c->learned_positions && limits->context > c->context)
+        return fail(
+            error, EXIT_USAGE,
+            "a context of %d is asked for, but the model has learned %d positions and has no "
+            "others",
+            limits->context, c->context);
     if (limits->context > c->context)
         note(&r->options, "context %d is longer than the %d that the model was made for",
              limits->context, c->context);

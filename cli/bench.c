@@ -74,7 +74,7 @@ static void step_work(const struct engine *e, struct rows rows, int position, do
     const struct config *c = e->config;
     const double width = c->width, vocab = c->vocab, layers = c->layers;
     const double queries = (double)c->heads * c->head_dim, keys = (double)c->kv_heads * c->head_dim;
-    const double layer = (2 * queries + 2 * keys) * width + 3.0 * c->ffn * width;
+    const double layer = (2 * queries + 2 * keys) * width + (c->gated ? 3.0 : 2.0) * c->ffn * width;
     const double classifier = rows.classified ? vocab * width : 0;
     const double cached = e->plan.limits.device ? (double)dtype_size(c->weight_dtype) : 4;
     const double last = (double)position + rows.count, before = position;

@@ -27,7 +27,7 @@ static void print_id(const char *label, int32_t id, const struct tokenizer *toke
     putchar('\n');
 }
 
-/* RoPE and windows, which layers may have or not. */
+/* Positions: learned, RoPE and windows, which layers may have or not. */
 static void print_layers(const struct config *c) {
     int still = 0, sliding = 0, window = 0;
     for (int l = 0; l < c->layers; l++) {
@@ -35,9 +35,12 @@ static void print_layers(const struct config *c) {
         sliding += c->layer[l].window > 0;
         if (c->layer[l].window) window = c->layer[l].window;
     }
-    printf("RoPE                 %d dimensions of a head", c->rotary_dims);
-    if (still) printf(", not in %d layer%s", still, still > 1 ? "s" : "");
-    putchar('\n');
+    if (c->learned_positions) printf("positions            learned, %d of them\n", c->context);
+    if (c->rotary_dims) {
+        printf("RoPE                 %d dimensions of a head", c->rotary_dims);
+        if (still) printf(", not in %d layer%s", still, still > 1 ? "s" : "");
+        putchar('\n');
+    }
     if (sliding)
         printf("window               %d positions in %d of %d layers\n", window, sliding,
                c->layers);
@@ -48,18 +51,22 @@ static void print_config(const struct config *c) {
                                         ", after the block's halves"};
     static const char *const qk_norms[] = {"", ", queries and keys with norms",
                                            ", all queries and all keys with a norm"};
+    static const char *const activations[] = {"SiLU", "GELU", "GELU by erf"};
     printf("name                 ");
     for (const char *at = c->name; *at; at++) print_text(at, 1);
     printf("\nparameters           %.2f M\n", (double)config_parameters(c) * 1e-6);
     printf("layers               %d\nwidth                %d\n", c->layers, c->width);
-    printf("heads                %d of %d, %d for keys and values%s%s\n", c->heads, c->head_dim,
-           c->kv_heads, c->qkv_bias ? ", with biases" : "", qk_norms[c->qk_norm]);
+    printf("heads                %d of %d, %d for keys and values%s%s%s\n", c->heads, c->head_dim,
+           c->kv_heads, c->qkv_bias ? ", with biases" : "",
+           c->out_bias ? ", a bias on what they give" : "", qk_norms[c->qk_norm]);
     print_layers(c);
-    printf("feed-forward         %d, gated, %s\n", c->ffn, c->activation == SILU ? "SiLU" : "GELU");
+    printf("feed-forward         %d, %s%s%s\n", c->ffn, c->gated ? "gated, " : "",
+           activations[c->activation], c->ffn_bias ? ", with biases" : "");
     printf("vocabulary           %d rows, %d used, classifier %s\n", c->vocab, c->vocab_used,
            c->tied ? "tied to the embedding" : "of its own");
-    printf("context              %d\nnorm                 RMS%s, epsilon %g\n", c->context,
-           norms[c->norm_placement], (double)c->norm_eps);
+    printf("context              %d\nnorm                 %s%s, epsilon %g\n", c->context,
+           c->norm == RMS_NORM ? "RMS" : "LayerNorm", norms[c->norm_placement],
+           (double)c->norm_eps);
     printf("attention scale      %g\n", (double)c->attention_scale);
     if (c->attention_cap != 0) printf("cap on scores        %g\n", (double)c->attention_cap);
     if (c->final_cap != 0) printf("cap on logits        %g\n", (double)c->final_cap);

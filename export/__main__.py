@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from export import gguf_file, huggingface, llama2c
+from export import gguf_file, huggingface, llama2c, llmc
 from export.errors import ExportError
 from export.format import DTYPES, Layout
 from export.model import Model
@@ -32,7 +32,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="a Hugging Face folder (safetensors), a .gguf file, or a .bin of llama2.c",
+        help="a folder (safetensors) of Hugging Face or nanoGPT, a .gguf file, a .bin of llama2.c "
+        "or llm.c",
     )
     parser.add_argument(
         "-o", dest="target", type=Path, required=True, metavar="FILE", help="the file to write"
@@ -41,7 +42,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--dtype", choices=DTYPES, default="bf16", help="of the matrices (default: bf16)"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.bin beside a .bin of llama2.c"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="of a .bin: llama2.c's tokenizer.bin; llm.c's gpt2_tokenizer.bin, a tokenizer.json or "
+        "its folder",
     )
     parser.add_argument("--name", help="the model's name in the file (default: the source's)")
     return parser.parse_args(arguments)
@@ -60,7 +65,9 @@ def load(source: Path, tokenizer: Path | None) -> Model:
         with source.open("rb") as file:
             kind = file.read(8)
     if tokenizer and (source.is_dir() or kind.startswith(b"GGUF")):
-        raise ExportError("--tokenizer is for llama2.c's .bin files; other sources bring their own")
+        raise ExportError(
+            "--tokenizer is for .bin files of llama2.c and llm.c; other sources bring their own"
+        )
     if source.is_dir():
         return huggingface.load(source)
     if kind.startswith(b"GGUF"):
@@ -69,6 +76,8 @@ def load(source: Path, tokenizer: Path | None) -> Model:
         raise ExportError(f"{source} is a model.bin already")
     if source.suffix in (".safetensors", ".json", ".model"):
         raise ExportError(f"{source} is a part of a checkpoint; give its folder")
+    if llmc.is_checkpoint(kind):
+        return llmc.load(source, tokenizer)
     return llama2c.load(source, tokenizer)
 
 
@@ -80,7 +89,7 @@ def describe(model: Model, dtype: str) -> str:
         f"{config.name}: {model.family}",
         f"  {config.layers} layers, width {config.width}, {heads}, feed-forward {config.ffn}",
         f"  vocabulary {config.vocab}{tied}, context {config.context}, matrices as {dtype}",
-        f"  RoPE: {config.rope}",
+        "  positions: learned" if config.learned_positions else f"  RoPE: {config.rope}",
     ]
     sliding = [window for window in config.windows if window]
     if sliding:

@@ -79,7 +79,7 @@ def family_of(content: dict) -> str:
     if family is None:
         family = TYPES.get(content.get("model_type"), content.get("model_type"))
     if family not in FAMILIES and family not in TEXT_OF:
-        known = ", ".join((*FAMILIES, *TEXT_OF))
+        known = ", ".join((*FAMILIES, *TEXT_OF, "GPT2LMHeadModel"))
         raise ExportError(f"config.json: architecture {family} is not supported; known: {known}")
     return family
 
@@ -316,15 +316,19 @@ GGUF_REFUSED = (
 )
 
 
-def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
-    """metadata: the keys that begin with the architecture and a dot, without these. The factors of
-    llama3 scaling stand in a tensor of their own."""
-    settings = Settings(metadata, "GGUF metadata")
+def refuse_in_gguf(metadata: dict, architecture: str) -> None:
     for key in GGUF_REFUSED:
         if metadata.get(key):
             raise ExportError(
                 f"GGUF metadata: {architecture}.{key} {metadata[key]} is not supported yet"
             )
+
+
+def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
+    """metadata: the keys that begin with the architecture and a dot, without these. The factors of
+    llama3 scaling stand in a tensor of their own."""
+    settings = Settings(metadata, "GGUF metadata")
+    refuse_in_gguf(metadata, architecture)
     width, heads = (
         settings.integer(key, None) for key in ("embedding_length", "attention.head_count")
     )

@@ -15,6 +15,7 @@ CHECKSUM_AT = 48  # of the head, in the header
 NO_ID = 0xFFFFFFFF
 NAME_BYTES = 64
 F32, BF16 = 0, 1
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_erf": 2}
 DTYPES = {"f32": F32, "bf16": BF16}
 DTYPE_BYTES = {F32: 4, BF16: 2}
 
@@ -130,16 +131,16 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("vocab_used", "I", model.vocab_used),
         ("context", "I", config.context),
         ("weight_dtype", "I", dtype),
-        ("norm", "I", 0),
+        ("norm", "I", config.layer_norm),
         ("norm_placement", "I", placement),
         ("norm_eps", "f", config.norm_eps),
         ("qkv_bias", "I", config.qkv_bias),
-        ("out_bias", "I", 0),
-        ("ffn_bias", "I", 0),
+        ("out_bias", "I", config.out_bias),
+        ("ffn_bias", "I", config.ffn_bias),
         ("qk_norm", "I", config.qk_norm),
-        ("gated", "I", 1),
-        ("activation", "I", config.activation == "gelu"),
-        ("learned_positions", "I", 0),
+        ("gated", "I", config.gated),
+        ("activation", "I", ACTIVATIONS[config.activation]),
+        ("learned_positions", "I", config.learned_positions),
         ("rotary_dims", "I", config.rotary_dims),
         ("rope_tables", "I", len(config.frequencies)),
         ("rope_scale", "f", 1.0),
@@ -171,11 +172,17 @@ def rope_part(config: Config) -> Part:
     return Part("rope", table.shape, lambda start, stop: table[start:stop])
 
 
+def zeros(size: int) -> Part:
+    return Part("zeros", (size,), lambda start, stop: np.zeros(stop - start, np.float32))
+
+
 def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     """The tensors in the order of the file, q, k, v and gate, up together."""
     config, parts = model.config, model.parts
     ffn, width = config.padded_ffn, config.width
-    tensors = [Tensor("rope", F32, config.frequencies.shape, [rope_part(config)])]
+    tensors = []
+    if len(config.frequencies):
+        tensors.append(Tensor("rope", F32, config.frequencies.shape, [rope_part(config)]))
 
     def matrix(name: str, *stacked: Part) -> None:
         rows = sum(part.shape[0] for part in stacked)
@@ -185,11 +192,19 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
         stacked = joined or (parts[name],)
         tensors.append(Tensor(name, F32, (sum(part.shape[0] for part in stacked),), list(stacked)))
 
+    def norm(name: str, used: bool = True) -> None:
+        if used:
+            vector(name)
+        if used and config.layer_norm:
+            vector(f"{name}_bias", parts.get(f"{name}_bias") or zeros(width))
+
     matrix("embed", parts["embed"])
+    if config.learned_positions:
+        matrix("positions", parts["positions"])
+    ups = ("gate", "up") if config.gated else ("up",)
     for layer in range(config.layers):
         at = f"layers.{layer}."
-        if config.norms_before:
-            vector(at + "norm_attention")
+        norm(at + "norm_attention", config.norms_before)
         matrix(at + "qkv", *(parts[at + name] for name in "qkv"))
         if config.qkv_bias:
             vector(at + "qkv_bias", *(parts[f"{at}{name}_bias"] for name in "qkv"))
@@ -197,16 +212,18 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
             vector(at + "norm_q")
             vector(at + "norm_k")
         matrix(at + "out", parts[at + "out"])
-        if config.norms_after:
-            vector(at + "norm_after_attention")
-        if config.norms_before:
-            vector(at + "norm_ffn")
-        gate, up = (padded(parts[at + name], ffn, width) for name in ("gate", "up"))
-        matrix(at + "gate_up", gate, up)
+        if config.out_bias:
+            vector(at + "out_bias")
+        norm(at + "norm_after_attention", config.norms_after)
+        norm(at + "norm_ffn", config.norms_before)
+        matrix(at + "gate_up", *(padded(parts[at + name], ffn, width) for name in ups))
+        if config.ffn_bias:
+            vector(at + "gate_up_bias", *(padded(parts[f"{at}{name}_bias"], ffn) for name in ups))
         matrix(at + "down", padded(parts[at + "down"], width, ffn))
-        if config.norms_after:
-            vector(at + "norm_after_ffn")
-    vector("norm_final")
+        if config.ffn_bias:
+            vector(at + "down_bias")
+        norm(at + "norm_after_ffn", config.norms_after)
+    norm("norm_final")
     if not model.tied:
         matrix("classifier", parts["classifier"])
     return tensors

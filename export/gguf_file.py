@@ -1,12 +1,13 @@
 """GGUF files, through the gguf package; blocks of every type that the package can dequantise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-from export import chat
+from export import chat, gpt2
 from export.config import config_from_gguf
 from export.errors import ExportError, malformed
 from export.files import read_array
@@ -19,25 +20,26 @@ class Architecture:
     interleaved: bool = False  # rows of q and k are in the order of interleaved RoPE
     qkv_bias: bool = False
     qk_norm: int = 0  # 1: of each head
+    config: Callable[[dict, str, str], Config] = config_from_gguf
+    fused: bool = False  # q, k and v stand in one tensor
 
 
 ARCHITECTURES = {
     "llama": Architecture(interleaved=True),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(qk_norm=1),
+    "gpt2": Architecture(qkv_bias=True, config=gpt2.config_from_gguf, fused=True),
 }
 
 NAMES = {
     "embed": "token_embd",
+    "positions": "position_embd",
     "norm_final": "output_norm",
     "classifier": "output",
     "norm_attention": "attn_norm",
     "q": "attn_q",
     "k": "attn_k",
     "v": "attn_v",
-    "q_bias": "attn_q",
-    "k_bias": "attn_k",
-    "v_bias": "attn_v",
     "norm_q": "attn_q_norm",
     "norm_k": "attn_k_norm",
     "out": "attn_output",
@@ -74,7 +76,7 @@ def source_name(name: str) -> str:
     """layers.3.q -> blk.3.attn_q.weight"""
     *layer, last = name.removeprefix("layers.").split(".")
     kind = ".bias" if last.endswith("_bias") else ".weight"
-    return "".join(f"blk.{number}." for number in layer) + NAMES[last] + kind
+    return "".join(f"blk.{number}." for number in layer) + NAMES[last.removesuffix("_bias")] + kind
 
 
 def _open(path: Path) -> Reader:
@@ -173,13 +175,16 @@ def _load(path: Path) -> Model:
     if embed:
         metadata.setdefault("vocab_size", embed.shape[0])
     name = _value(reader, "general.name", None) or path.stem
-    config = config_from_gguf(metadata, architecture, name)
+    config = kind.config(metadata, architecture, name)
     config.qkv_bias, config.qk_norm = kind.qkv_bias, kind.qk_norm
     factors = found.pop("rope_freqs.weight", None)
     if factors:
         _apply_rope_factors(config, factors)
     tokenizer = tokenizer_from_gguf(reader)
     _set_tokens(config, reader, tokenizer)
+    if kind.fused:
+        config.check()
+        gpt2.split_qkv(found, config, "blk.{}.attn_qkv", source_name)
     parts = collect(found, config, source_name)
     for layer in range(config.layers if kind.interleaved else 0):
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from export import chat
+from export import chat, gpt2
 from export.config import config_from_hf, family_of, text_config
 from export.errors import ExportError, malformed
 from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
-from export.model import Config, Model, Part, collect, rows_of
+from export.model import Config, Model, Part, check_tied, collect, rows_of
 from export.tokenizer import tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -171,24 +171,13 @@ def _add_one(parts: dict[str, Part]) -> None:
             parts[name] = Part(part.name, part.shape, lambda *rows, read=read: 1 + read(*rows))
 
 
-def _check_tied(parts: dict[str, Part]) -> None:
-    """A classifier that config.json calls tied has to be the embedding."""
-    embed, classifier = parts["embed"], parts.pop("classifier")
-    step = max(1, (1 << 22) // embed.shape[1])
-    for start in range(0, embed.shape[0], step):
-        rows = start, min(start + step, embed.shape[0])
-        if not np.array_equal(embed.read(*rows), classifier.read(*rows)):
-            raise ExportError(
-                "config.json says tie_word_embeddings, but lm_head.weight differs from "
-                f"model.embed_tokens.weight in rows {rows[0]} to {rows[1] - 1}"
-            )
-
-
 def load(folder: Path) -> Model:
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: config.json is not there; is this a Hugging Face folder?")
     content = read_json(folder / "config.json")
     generation = read_json_if_there(folder / "generation_config.json")
+    if gpt2.is_described(content):
+        return gpt2.load(folder, content, generation, _all_tensors(folder))
     with malformed(f"{folder / 'config.json'}"):
         family = family_of(content)
         content = text_config(content)
@@ -204,7 +193,7 @@ def load(folder: Path) -> Model:
     if kind.gemma:
         _add_one(parts)
     if content.get("tie_word_embeddings") and "classifier" in parts:
-        _check_tied(parts)
+        check_tied(parts, "config.json says tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
     config.chat = chat.shape_of(chat.template_from_hf(folder))
     return Model(f"Hugging Face, {family}", config, tokenizer, parts)

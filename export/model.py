@@ -31,7 +31,13 @@ class Config:
     qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
     norms_after: bool = False  # of what attention and feed-forward give
     norms_before: bool = True  # of what they take
-    activation: str = "silu"
+    activation: str = "silu"  # or gelu, by tanh, or gelu_erf
+    layer_norm: bool = False  # in place of RMSNorm
+    norm_bias: bool = True  # of LayerNorms; where they have none the file has zeros
+    out_bias: bool = False  # after attention
+    ffn_bias: bool = False  # on gate, up and down
+    gated: bool = True
+    learned_positions: bool = False
     attention_scale: float | None = None  # None: head_dim^-0.5
     attention_cap: float = 0.0
     final_cap: float = 0.0
@@ -54,7 +60,8 @@ class Config:
     def layer(self, number: int) -> tuple[int, int | None]:
         """Its window, and its RoPE table."""
         window = self.windows[number] if self.windows else 0
-        return window, self.rope_tables[number] if self.rope_tables else 0
+        table = 0 if len(self.frequencies) else None
+        return window, self.rope_tables[number] if self.rope_tables else table
 
     def check(self) -> None:
         """The limits of model/format.md."""
@@ -87,7 +94,7 @@ class Config:
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
         table = self.frequencies.astype(np.float32)
-        if not 2 <= self.rotary_dims <= self.head_dim:
+        if len(table) and not 2 <= self.rotary_dims <= self.head_dim:
             raise ExportError(
                 f"config: RoPE turns {self.rotary_dims} dimensions of a head of {self.head_dim}"
             )
@@ -145,27 +152,36 @@ def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     biases = (("q_bias", (query,)), ("k_bias", (key,)), ("v_bias", (key,)))
     normed = (size, size) if config.qk_norm == 1 else (query, key)
     norms = (("norm_q", normed[:1]), ("norm_k", normed[1:]))
-    before = (("norm_attention", (width,)), ("norm_ffn", (width,)))
-    after = (("norm_after_attention", (width,)), ("norm_after_ffn", (width,)))
+    vector = (width,)
+    ups = ("gate", "up") if config.gated else ("up",)
+
+    def norm(name: str, used: bool = True) -> tuple:
+        kinds = ("", "_bias") if config.layer_norm and config.norm_bias else ("",)
+        return tuple((name + kind, vector) for kind in kinds) if used else ()
+
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, width)}
+    if config.learned_positions:
+        shapes["positions"] = (config.context, width)
     for layer in range(config.layers):
         for name, shape in (
-            *(before[:1] if config.norms_before else ()),
+            *norm("norm_attention", config.norms_before),
             ("q", (query, width)),
             ("k", (key, width)),
             ("v", (key, width)),
             *(biases if config.qkv_bias else ()),
             *(norms if config.qk_norm else ()),
             ("out", (width, query)),
-            *(after[:1] if config.norms_after else ()),
-            *(before[1:] if config.norms_before else ()),
-            ("gate", (ffn, width)),
-            ("up", (ffn, width)),
+            *((("out_bias", vector),) if config.out_bias else ()),
+            *norm("norm_after_attention", config.norms_after),
+            *norm("norm_ffn", config.norms_before),
+            *((name, (ffn, width)) for name in ups),
+            *((f"{name}_bias", (ffn,)) for name in ups if config.ffn_bias),
             ("down", (width, ffn)),
-            *(after[1:] if config.norms_after else ()),
+            *((("down_bias", vector),) if config.ffn_bias else ()),
+            *norm("norm_after_ffn", config.norms_after),
         ):
             shapes[f"layers.{layer}.{name}"] = shape
-    return shapes | {"norm_final": (width,), "classifier": (config.vocab, width)}
+    return shapes | dict(norm("norm_final")) | {"classifier": (config.vocab, width)}
 
 
 def collect(
@@ -210,22 +226,44 @@ def half_split(part: Part, heads: int) -> Part:
     return Part(part.name, part.shape, read)
 
 
+def transposed(part: Part) -> Part:
+    """A matrix that the source has as [inputs, outputs]. A read takes all of it from the disk."""
+    if len(part.shape) != 2:
+        return part  # whoever expects a matrix says so
+    rows, columns = part.shape
+    name = f"{part.name} (transposed)"
+    return Part(name, (columns, rows), lambda start, stop: part.read(0, rows)[:, start:stop].T)
+
+
 def rows_of(part: Part, first: int, count: int) -> Part:
-    """Some rows of a matrix."""
+    """Some rows of a matrix, or elements of a vector."""
     shape = (count, *part.shape[1:])
     return Part(part.name, shape, lambda start, stop: part.read(first + start, first + stop))
 
 
-def padded(part: Part, rows: int, columns: int) -> Part:
-    """The matrix with zeros below and to the right."""
-    if part.shape == (rows, columns):
+def padded(part: Part, *shape: int) -> Part:
+    """The matrix with zeros below and to the right, the vector with zeros behind."""
+    if part.shape == shape:
         return part
 
     def read(start: int, stop: int) -> np.ndarray:
-        out = np.zeros((stop - start, columns), np.float32)
+        out = np.zeros((stop - start, *shape[1:]), np.float32)
         last = min(stop, part.shape[0])
         if start < last:
-            out[: last - start, : part.shape[1]] = part.read(start, last)
+            out[: last - start, *map(slice, part.shape[1:])] = part.read(start, last)
         return out
 
-    return Part(part.name, (rows, columns), read)
+    return Part(part.name, shape, read)
+
+
+def check_tied(parts: dict[str, Part], who: str) -> None:
+    """A classifier that is called tied has to be the embedding, and is left out."""
+    embed, classifier = parts["embed"], parts.pop("classifier")
+    step = max(1, (1 << 22) // embed.shape[1])
+    for start in range(0, embed.shape[0], step):
+        rows = start, min(start + step, embed.shape[0])
+        if not np.array_equal(embed.read(*rows), classifier.read(*rows)):
+            raise ExportError(
+                f"{who}, but {classifier.name} differs from "
+                f"{embed.name} in rows {rows[0]} to {rows[1] - 1}"
+            )

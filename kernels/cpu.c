@@ -14,37 +14,7 @@
 #include "kernels/simd.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <string.h>
-
-/* ---- the device ---- */
-
-#if defined __AVX512F__
-#define VECTORS "AVX-512"
-#elif defined __AVX2__ && defined __FMA__
-#define VECTORS "AVX2"
-#elif defined __AVX__
-#define VECTORS "AVX"
-#elif defined __SSE2__
-#define VECTORS "SSE2"
-#else
-#define VECTORS "generic vectors"
-#endif
-
-/* "AMD EPYC 7763, 2 threads, AVX2": the processor's name as Linux knows it. */
-static int cpu_open(struct engine *e, struct error *error) {
-    char line[256], name[96] = "CPU";
-    FILE *f = fopen("/proc/cpuinfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
-    if (f) fclose(f);
-    const int threads = e->plan.limits.threads;
-    snprintf(e->device, sizeof e->device, "%s, %d threads, %s", name, threads, VECTORS);
-    struct team *team = NULL;
-    const int code = team_open(&team, threads, error);
-    e->backend = team; /* closed by cpu_close, whatever became of it */
-    return code;
-}
 
 /* ---- what the operators share ---- */
 
@@ -60,18 +30,30 @@ static size_t weight_size(const struct engine *e) {
     return dtype_size(e->config->weight_dtype);
 }
 
-/* x[T, K] as the input of a product with the model's weights. norm may be NULL. */
+/* x[T, K] as the input of a product with the model's weights. */
 static struct input product_input(const struct engine *e, const float *x, int x_stride, int T,
-                                  int K, const float *norm) {
+                                  int K) {
     return (struct input){.x = x,
                           .x_stride = (size_t)x_stride,
                           .T = (size_t)T,
                           .K = (size_t)K,
-                          .norm = norm,
                           .norm_eps = e->config->norm_eps,
                           .dtype = e->config->weight_dtype,
                           .shared = engine_region(e, REGION_PANELS),
                           .private = engine_region(e, REGION_THREADS)};
+}
+
+/* Some rows of the residual stream, with a norm before the product; the norm and its bias may be NULL. */
+static struct input normed_input(const struct engine *e, const float *x, int T, const float *norm,
+                                 const float *bias) {
+    struct input in = product_input(e, x, e->config->width, T, e->config->width);
+    in.norm = norm, in.norm_bias = bias;
+    return in;
+}
+
+/* Floats between rows of REGION_H: gate and up, or up alone. */
+static size_t hidden_stride(const struct config *c) {
+    return (size_t)c->ffn * (c->gated ? 2 : 1);
 }
 
 /* i32 [T]: 0 tokens, 1 slots, 2 positions. */
@@ -102,21 +84,26 @@ static void cpu_set_rows(struct engine *e, const int32_t *tokens, int count, int
 
 /* ---- embed ---- */
 
-/* x[C] = embedding of a token, times the model's factor. */
-static void embed_row(const struct engine *e, int32_t token, float *x) {
+/* Element i of a matrix. */
+static float weight_at(const struct engine *e, const void *matrix, size_t i) {
+    float value;
+    if (e->config->weight_dtype == F32) {
+        memcpy(&value, (const char *)matrix + i * 4, 4);
+    } else { /* bf16 is the upper half of an f32 */
+        uint16_t half;
+        memcpy(&half, (const char *)matrix + i * 2, 2);
+        const uint32_t bits = (uint32_t)half << 16;
+        memcpy(&value, &bits, 4);
+    }
+    return value;
+}
+
+/* x[C] = embedding of a token, times the model's factor, and of its position where these are learned. */
+static void embed_row(const struct engine *e, int32_t token, int32_t position, float *x) {
     const size_t C = (size_t)e->config->width;
-    const char *from = (const char *)e->embed + (size_t)token * C * weight_size(e);
     for (size_t c = 0; c < C; c++) {
-        float value;
-        if (e->config->weight_dtype == F32) {
-            memcpy(&value, from + c * 4, 4);
-        } else { /* bf16 is the upper half of an f32 */
-            uint16_t half;
-            memcpy(&half, from + c * 2, 2);
-            const uint32_t bits = (uint32_t)half << 16;
-            memcpy(&value, &bits, 4);
-        }
-        x[c] = value * e->config->embed_scale;
+        x[c] = weight_at(e, e->embed, (size_t)token * C + c) * e->config->embed_scale;
+        if (e->positions) x[c] += weight_at(e, e->positions, (size_t)position * C + c);
     }
 }
 
@@ -142,7 +129,7 @@ static void embed(struct member me, void *job) {
     const size_t chunk = (size_t)e->plan.limits.chunk, turn = (size_t)c->rotary_dims;
     const struct span own = share(me, (size_t)s->rows.count, 1);
     for (size_t t = own.first; t < own.last; t++) {
-        embed_row(e, tokens[t], x + t * (size_t)c->width);
+        embed_row(e, tokens[t], positions[t], x + t * (size_t)c->width);
         for (int table = 0; table < c->rope_tables; table++)
             turn_row(e, table, positions[t], turns + ((size_t)table * chunk + t) * turn);
     }
@@ -160,10 +147,12 @@ static void rotate(float *restrict low, float *restrict high, const float *restr
     }
 }
 
-/* RMSNorm of n numbers, in place. */
-static void normalise(float *restrict x, const float *restrict weight, size_t n, float eps) {
-    const float factor = norm_scale(x, n, eps);
-    for (size_t i = 0; i < n; i++) x[i] *= factor * weight[i];
+/* RMSNorm of n numbers in place, or with a bias LayerNorm. */
+static void normalise(float *restrict x, const float *restrict weight, const float *restrict bias,
+                      size_t n, float eps) {
+    const struct norm_row row = norm_row(x, n, eps, bias != NULL);
+    for (size_t i = 0; i < n; i++) x[i] = (x[i] - row.mean) * (row.scale * weight[i]);
+    for (size_t i = 0; bias && i < n; i++) x[i] += bias[i];
 }
 
 /* Of a row of qkv: the factors of a norm that spans all of q, and of one that spans all of k. */
@@ -187,7 +176,7 @@ static void finish_heads(const struct config *c, float *x, size_t heads, const f
     const size_t D = (size_t)c->head_dim, half = (size_t)c->rotary_dims / 2;
     for (size_t h = 0; h < heads; h++, x += D) {
         for (size_t d = 0; bias && d < D; d++) x[d] += bias[h * D + d];
-        if (norm && c->qk_norm == QK_NORM_HEAD) normalise(x, norm, D, c->norm_eps);
+        if (norm && c->qk_norm == QK_NORM_HEAD) normalise(x, norm, NULL, D, c->norm_eps);
         for (size_t d = 0; norm && c->qk_norm == QK_NORM_FULL && d < D; d++)
             x[d] *= whole * norm[h * D + d];
         if (turn) rotate(x, x + half, turn, turn + half, (int)half);
@@ -223,7 +212,7 @@ static void finish_group(const struct engine *e, int layer, size_t t, size_t gro
     memcpy(layer_cache(e, REGION_VALUES, layer) + (cache * S + s) * D, value, D * sizeof *value);
 }
 
-/* What      qkv[T,(H+2G)D] = RMSNorm(x) Wqkv^T; bias; norm and RoPE of q's and k's heads; k into its panel,
+/* What      qkv[T,(H+2G)D] = norm(x) Wqkv^T; bias; norm and RoPE of q's and k's heads; k into its panel,
  *           v into its row.
  * Owners    product: columns of qkv. Then rows, 16 at a time; of a few rows the groups that the
  *           member will attend to.
@@ -237,8 +226,8 @@ static void qkv(struct member me, void *job) {
     const size_t T = (size_t)s->rows.count, G = (size_t)c->kv_heads;
     const size_t outputs = ((size_t)c->heads + 2 * G) * (size_t)c->head_dim;
     float *to = engine_region(e, REGION_QKV);
-    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, s->rows.count,
-                                          c->width, w->norm_attention);
+    const struct input in = normed_input(e, engine_region(e, REGION_X), s->rows.count,
+                                         w->norm_attention, w->norm_attention_bias);
     const float *x = matmul_prepare(&in, me);
     matmul(&in, x, w->qkv, share(me, outputs, 8), to, outputs, false, me);
     team_barrier(me);
@@ -284,8 +273,14 @@ static void attend(struct member me, void *job) {
 
 /* ---- project ---- */
 
-/* What      x[T,C] += a Wout^T, or x += h Wdown^T, where h is the first half of REGION_H's rows. Where a
- *           norm follows, the product goes to REGION_QKV, and x += its RMSNorm.
+/* y[T, N] += bias for some columns of all rows; NULL: none. */
+static void add_bias(float *y, size_t y_stride, size_t T, const float *bias, struct span own) {
+    for (size_t t = 0; bias && t < T; t++, y += y_stride)
+        for (size_t i = own.first; i < own.last; i++) y[i] += bias[i];
+}
+
+/* What      x[T,C] += a Wout^T + bias, or x += h Wdown^T + bias, where h begins REGION_H's rows. Where a
+ *           norm follows, the product goes to REGION_QKV, and x += its norm.
  * Owners    columns of x; with a norm columns of the product, then rows of x.
  * Barrier   with a norm: the product is written | its rows are normalised. */
 static void project(struct member me, void *job) {
@@ -295,27 +290,30 @@ static void project(struct member me, void *job) {
     const struct layer_weights *w = &e->layer[s->layer];
     const size_t C = (size_t)c->width, T = (size_t)s->rows.count;
     const bool out = s->which == ATTENTION_OUT;
-    const int K = out ? c->heads * c->head_dim : c->ffn, stride = out ? K : 2 * K;
+    const int K = out ? c->heads * c->head_dim : c->ffn;
+    const int stride = out ? K : (int)hidden_stride(c);
     const float *norm = out ? w->after_attention : w->after_ffn;
-    const struct input in = product_input(e, engine_region(e, out ? REGION_A : REGION_H), stride,
-                                          s->rows.count, K, NULL);
+    const float *norm_bias = out ? w->after_attention_bias : w->after_ffn_bias;
+    const struct input in =
+        product_input(e, engine_region(e, out ? REGION_A : REGION_H), stride, s->rows.count, K);
     float *x = engine_region(e, REGION_X), *product = engine_region(e, REGION_QKV);
+    float *y = norm ? product : x;
+    const struct span columns = share(me, C, 8), own = share(me, T, 1);
     const float *prepared = matmul_prepare(&in, me);
-    matmul(&in, prepared, out ? w->out : w->down, share(me, C, 8), norm ? product : x, C, !norm,
-           me);
+    matmul(&in, prepared, out ? w->out : w->down, columns, y, C, !norm, me);
+    add_bias(y, C, T, out ? w->out_bias : w->down_bias, columns);
     if (!norm) return;
     team_barrier(me);
-    const struct span own = share(me, T, 1);
     for (size_t t = own.first; t < own.last; t++) {
-        normalise(product + t * C, norm, C, c->norm_eps);
+        normalise(product + t * C, norm, norm_bias, C, c->norm_eps);
         for (size_t i = 0; i < C; i++) x[t * C + i] += product[t * C + i];
     }
 }
 
 /* ---- gate and up ---- */
 
-/* x / (1 + e^-x), and GELU (arXiv 1606.08415) by the tanh that it is nearly: 0.5 x (1 + tanh u) = x /
- * (1 + e^-2u). */
+/* x / (1 + e^-x), and GELU (arXiv 1606.08415), x (1 + erf(x / sqrt 2)) / 2, by the tanh that it is nearly:
+ * 0.5 x (1 + tanh u) = x / (1 + e^-2u). */
 static v8f silu8(v8f x) {
     return x / (1.0f + exp8(-x));
 }
@@ -324,18 +322,25 @@ static v8f gelu8(v8f x) {
     return x / (1.0f + exp8(-2.0f * u));
 }
 
-/* gate = activation(gate) up for some columns of all rows; gate and up are F floats apart. */
-static void activate(enum activation kind, float *gate, size_t T, size_t F, struct span own) {
-    for (size_t t = 0; t < T; t++, gate += 2 * F) {
+/* gate = activation(gate) up for some columns of all rows; gate and up are F floats apart. Without a
+ * gate up stands in its place: up = activation(up). */
+static void activate(const struct config *c, float *gate, size_t T, struct span own) {
+    const size_t F = (size_t)c->ffn;
+    for (size_t t = 0; t < T; t++, gate += hidden_stride(c)) {
         const float *up = gate + F;
-        for (size_t f = own.first; kind == SILU && f < own.last; f += 8)
-            store8(gate + f, silu8(load8(gate + f)) * load8(up + f));
-        for (size_t f = own.first; kind == GELU_TANH && f < own.last; f += 8)
-            store8(gate + f, gelu8(load8(gate + f)) * load8(up + f));
+        for (size_t f = own.first; c->activation == SILU && f < own.last; f += 8)
+            store8(gate + f, silu8(load8(gate + f)));
+        for (size_t f = own.first; c->activation == GELU_TANH && f < own.last; f += 8)
+            store8(gate + f, gelu8(load8(gate + f)));
+        for (size_t f = own.first; c->activation == GELU && f < own.last; f++)
+            gate[f] *= 0.5f * (1 + erff(0.7071067812f * gate[f]));
+        for (size_t f = own.first; c->gated && f < own.last; f += 8)
+            store8(gate + f, load8(gate + f) * load8(up + f));
     }
 }
 
-/* What      h[T,F] = activation(gate) up, gate and up = RMSNorm(x) W^T; REGION_H holds [T, gate F | up F].
+/* What      h[T,F] = activation(gate) up, gate and up = norm(x) W^T + bias; REGION_H holds [T, gate F |
+ *           up F]. Without a gate h = activation(up), and there [T, up F].
  * Owners    a member owns the same columns of gate and of up, and then of h: no barrier. Prefill
  *           does a few columns at a time, so that the activation finds them in the cache. */
 static void gate_up(struct member me, void *job) {
@@ -344,24 +349,27 @@ static void gate_up(struct member me, void *job) {
     const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[s->layer];
     const size_t T = (size_t)s->rows.count, C = (size_t)c->width, F = (size_t)c->ffn;
-    const char *gate = w->gate_up, *up = gate + F * C * weight_size(e);
+    const size_t matrices = c->gated ? 2 : 1, stride = hidden_stride(c);
     float *h = engine_region(e, REGION_H);
-    const struct input in = product_input(e, engine_region(e, REGION_X), c->width, s->rows.count,
-                                          c->width, w->norm_ffn);
+    const struct input in =
+        normed_input(e, engine_region(e, REGION_X), s->rows.count, w->norm_ffn, w->norm_ffn_bias);
     const struct span own = share(me, F, 8);
     const float *x = matmul_prepare(&in, me);
     const size_t step = T <= CPU_DECODE_ROWS ? F : CPU_ACTIVATE;
     for (size_t f = own.first; f < own.last; f += step) {
         const struct span some = {f, own.last - f < step ? own.last : f + step};
-        matmul(&in, x, gate, some, h, 2 * F, false, me);
-        matmul(&in, x, up, some, h + F, 2 * F, false, me);
-        activate(c->activation, h, T, F, some);
+        for (size_t i = 0; i < matrices; i++) {
+            const char *W = (const char *)w->gate_up + i * F * C * weight_size(e);
+            matmul(&in, x, W, some, h + i * F, stride, false, me);
+            add_bias(h + i * F, stride, T, w->gate_up_bias ? w->gate_up_bias + i * F : NULL, some);
+        }
+        activate(c, h, T, some);
     }
 }
 
 /* ---- classify ---- */
 
-/* What      logits[classified, V] = RMSNorm(x of the last rows) W^T, for the ids that are in use; with a
+/* What      logits[classified, V] = norm(x of the last rows) W^T, for the ids that are in use; with a
  *           cap c they become c tanh(logit / c).
  * Owners    columns of the logits. */
 static void classify(struct member me, void *job) {
@@ -371,7 +379,7 @@ static void classify(struct member me, void *job) {
     const size_t first = (size_t)(s->rows.count - s->rows.classified);
     const float *x = (float *)engine_region(e, REGION_X) + first * (size_t)c->width;
     const struct input in =
-        product_input(e, x, c->width, s->rows.classified, c->width, e->norm_final);
+        normed_input(e, x, s->rows.classified, e->norm_final, e->norm_final_bias);
     const float *prepared = matmul_prepare(&in, me);
     const struct span own = share(me, (size_t)c->vocab_used, 8);
     float *logits = engine_region(e, REGION_LOGITS);

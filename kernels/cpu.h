@@ -6,6 +6,7 @@
 #include "kernels/cpu_team.h"
 #include "kernels/ops.h"
 
+int cpu_open(struct engine *e, struct error *error);
 size_t cpu_free_memory(const struct engine *e);
 int cpu_allocate(struct engine *e, struct error *error);
 int cpu_upload(struct engine *e, const struct model_file *file, struct error *error);

@@ -1,7 +1,7 @@
 /* Matrix products of the CPU backend, y[T, N] (+)= x[T, K] W[N, K]^T, in two regimes.
  *
  * What      W is bf16 or f32 and lies row-major as in model.bin; x and y are f32. K is a multiple of
- *           8, N and T are anything. x may be normalised first (RMSNorm).
+ *           8, N and T are anything. x may be normalised first.
  * Owners    each thread owns a contiguous range of rows of W and computes y of those rows for all T.
  * Numerics  fp32 sums, in an order that depends on K alone: K is cut into parts (part_depth); in a
  *           part eight chains, k = i mod 8 in weight order, are added in ascending order; parts are
@@ -26,19 +26,28 @@
 
 /* ---- the input ---- */
 
-/* Eight elements of a row, normalised where the product wants it. */
-INLINE v8f normalised8(const struct input *in, const float *x, size_t k, float scale) {
-    v8f v = load8(x + k);
-    if (in->norm) v = v * scale * load8(in->norm + k);
+/* Eight elements of a row, normalised where the product wants it. With a bias all of it is one
+ * expression: a branch within would let some callers add by FMA, and others not. */
+INLINE v8f normalised8(const struct input *in, const float *x, size_t k, struct norm_row row) {
+    const v8f v = load8(x + k);
+    if (in->norm_bias)
+        return (v - row.mean) * row.scale * load8(in->norm + k) + load8(in->norm_bias + k);
+    if (in->norm) return v * row.scale * load8(in->norm + k);
     return v;
+}
+
+/* What the norm needs of a row; nothing where there is none. */
+INLINE struct norm_row row_of(const struct input *in, const float *x) {
+    if (!in->norm) return (struct norm_row){0, 1};
+    return norm_row(x, in->K, in->norm_eps, in->norm_bias != NULL);
 }
 
 /* One row in weight order. */
 static void prepare_row(const struct input *in, const float *x, float *to) {
-    const float scale = in->norm ? norm_scale(x, in->K, in->norm_eps) : 1;
+    const struct norm_row row = row_of(in, x);
     size_t k = 0;
     for (; k + 16 <= in->K; k += 16) {
-        v8f a = normalised8(in, x, k, scale), b = normalised8(in, x, k + 8, scale);
+        v8f a = normalised8(in, x, k, row), b = normalised8(in, x, k + 8, row);
         if (in->dtype == BF16) {
             v8f even = shuffle(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
             b = shuffle(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -48,7 +57,7 @@ static void prepare_row(const struct input *in, const float *x, float *to) {
         store8(to + k + 8, b);
     }
     if (k == in->K) return;
-    v8f last = normalised8(in, x, k, scale);
+    v8f last = normalised8(in, x, k, row);
     if (in->dtype == BF16) last = shuffle(last, last, 0, 2, 4, 6, 1, 3, 5, 7);
     store8(to + k, last);
 }
@@ -61,11 +70,11 @@ static size_t part_depth(size_t K) {
 }
 
 /* Eight elements of up to eight rows, from k on, side by side: lane i of at[j] is x[i, k + j]. */
-INLINE void columns8(const struct input *in, const float *x, const float *scale, size_t rows,
-                     size_t k, v8f at[8]) {
+INLINE void columns8(const struct input *in, const float *x, const struct norm_row *row,
+                     size_t rows, size_t k, v8f at[8]) {
     for (size_t i = 0; i < 8; i++) {
         at[i] = (v8f){0};
-        if (i < rows) at[i] = normalised8(in, x + i * in->x_stride, k, scale[i]);
+        if (i < rows) at[i] = normalised8(in, x + i * in->x_stride, k, row[i]);
     }
     transpose8(at);
 }
@@ -76,17 +85,16 @@ INLINE void columns8(const struct input *in, const float *x, const float *scale,
  * places in L1. */
 static void prepare_panel(const struct input *in, const float *x, size_t rows, float *to) {
     const size_t depth = part_depth(in->K);
-    float scale[CPU_PANEL] = {0};
-    for (size_t i = 0; i < rows && in->norm; i++)
-        scale[i] = norm_scale(x + i * in->x_stride, in->K, in->norm_eps);
+    struct norm_row row[CPU_PANEL];
+    for (size_t i = 0; i < rows; i++) row[i] = row_of(in, x + i * in->x_stride);
     for (size_t part = 0, n; part < in->K; part += n, to += n * CPU_PANEL) {
         n = in->K - part < depth ? in->K - part : depth;
         for (size_t line = 0; line < n; line += 16)
             for (size_t half = 0; half < CPU_PANEL; half += 8)
                 for (size_t k = line, width = n - line < 16 ? 8 : 16; k < line + width; k += 8) {
                     v8f at[8];
-                    columns8(in, x + half * in->x_stride, scale + half,
-                             rows < half ? 0 : rows - half, part + k, at);
+                    columns8(in, x + half * in->x_stride, row + half, rows < half ? 0 : rows - half,
+                             part + k, at);
                     for (size_t i = 0; i < 8; i++) {
                         const size_t e = line + weight_order(k - line + i, width, in->dtype);
                         store8(to + (e % 8 * (n / 8) + e / 8) * CPU_PANEL + half, at[i]);

@@ -14,7 +14,8 @@
 struct input {
     const float *x; /* [T, K], rows x_stride floats apart */
     size_t x_stride, T, K;
-    const float *norm; /* [K]: RMSNorm with these weights comes first; NULL: x as it is */
+    const float *norm;      /* [K]: a norm with these weights comes first; NULL: x as it is */
+    const float *norm_bias; /* [K]: it is a LayerNorm, which adds these; NULL: RMSNorm */
     float norm_eps;
     enum dtype dtype; /* of W */
     float *shared;    /* [T rounded up to 16, K], where the members prepare x together */

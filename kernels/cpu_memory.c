@@ -1,4 +1,5 @@
-/* The CPU backend's memory: what is free, the arena, and the weights read into it. */
+/* The CPU backend's life cycle: its threads and its memory; what is free, the arena, and the weights read
+ * into it. */
 #define _GNU_SOURCE /* madvise */
 #include "kernels/cpu.h"
 
@@ -13,6 +14,35 @@
 
 enum { HUGE_PAGE = 2 << 20, READ_BLOCK = 4 << 20, CGROUP_NAME = 4096 };
 static const char cgroups[] = "/sys/fs/cgroup";
+
+/* ---- the device ---- */
+
+#if defined __AVX512F__
+#define VECTORS "AVX-512"
+#elif defined __AVX2__ && defined __FMA__
+#define VECTORS "AVX2"
+#elif defined __AVX__
+#define VECTORS "AVX"
+#elif defined __SSE2__
+#define VECTORS "SSE2"
+#else
+#define VECTORS "generic vectors"
+#endif
+
+/* "AMD EPYC 7763, 2 threads, AVX2": the processor's name as Linux knows it. */
+int cpu_open(struct engine *e, struct error *error) {
+    char line[256], name[96] = "CPU";
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
+    if (f) fclose(f);
+    const int threads = e->plan.limits.threads;
+    snprintf(e->device, sizeof e->device, "%s, %d threads, %s", name, threads, VECTORS);
+    struct team *team = NULL;
+    const int code = team_open(&team, threads, error);
+    e->backend = team; /* closed by cpu_close, whatever became of it */
+    return code;
+}
 
 /* ---- how much is free ---- */
 

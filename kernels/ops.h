@@ -55,20 +55,22 @@ struct ops {
      * position, so that a step of one row can follow at once. */
     void (*step)(struct engine *e, struct rows rows,
                  void (*forward)(struct engine *e, struct rows rows), struct sampler *sampler);
-    /* x[T,C] = embedding of the tokens; prepares what depends on the positions alone. */
+    /* x[T,C] = embedding of the tokens, and of the positions where these are learned; prepares what
+     * depends on the positions alone. */
     void (*embed)(struct engine *e, struct rows rows);
-    /* q, and K and V appended to the cache: RMSNorm, projection, bias, RMSNorm of each head of q and k
-     * or of all, RoPE. */
+    /* q, and K and V appended to the cache: norm (RMSNorm or LayerNorm, here and below), projection,
+     * bias, RMSNorm of each head of q and k or of all, RoPE. */
     void (*qkv)(struct engine *e, int layer, struct rows rows);
     /* a[T,H D] = softmax(q K^T scale) V: causal over the row's slot, as far back as the layer's window
      * goes, grouped heads; scores s become c tanh(s / c) where there is a cap c. Online softmax (arXiv
      * 1805.02867). */
     void (*attend)(struct engine *e, int layer, struct rows rows);
-    /* x[T,C] += a Wout^T, or x += h Wdown^T; where a norm follows it, x += RMSNorm of that. */
+    /* x[T,C] += a Wout^T, or x += h Wdown^T, with a bias where there is one; where a norm follows, x +=
+     * the norm of that. */
     void (*project)(struct engine *e, int layer, enum projection which, struct rows rows);
-    /* h[T,F] = activation(gate) * up: RMSNorm, both projections, SiLU or GELU. */
+    /* h[T,F] = activation(gate) * up, or activation(up) alone: norm, projections, biases, SiLU or GELU. */
     void (*gate_up)(struct engine *e, int layer, struct rows rows);
-    /* logits[classified,V] of the last rows: RMSNorm, classifier, and a cap where there is one. */
+    /* logits[classified,V] of the last rows: norm, classifier, and a cap where there is one. */
     void (*classify)(struct engine *e, struct rows rows);
 
     /* ---- results ---- */
@@ -94,9 +96,14 @@ struct layer_weights {
     const void *out;              /* m [C, H D] */
     const float *after_attention; /* [C]: a norm of what out gives; NULL: none */
     const float *norm_ffn;        /* [C]; NULL: none before */
-    const void *gate_up;          /* m [2F, C] */
+    const void *gate_up;          /* m [2F, C]; not gated: [F, C] */
     const void *down;             /* m [C, F] */
     const float *after_ffn;       /* [C]: of what down gives; NULL: none */
+
+    /* Where the norms are LayerNorms: what each adds; NULL: RMSNorm, or there is no such norm. */
+    const float *norm_attention_bias, *norm_ffn_bias;   /* [C] */
+    const float *after_attention_bias, *after_ffn_bias; /* [C] */
+    const float *out_bias, *gate_up_bias, *down_bias;   /* [C], [2F] or [F], [C]; NULL: none */
 };
 
 struct engine {
@@ -111,11 +118,13 @@ struct engine {
     int drawn_row;           /* and its classified row */
 
     /* Into the arena. */
-    const float *rope;           /* [rope_tables, rotary_dims/2] */
-    const void *embed;           /* m [V, C] */
-    const float *norm_final;     /* [C] */
-    const void *classifier;      /* m [V, C]; the embedding where tied */
-    struct layer_weights *layer; /* [L] */
+    const float *rope;            /* [rope_tables, rotary_dims/2] */
+    const void *embed;            /* m [V, C] */
+    const void *positions;        /* m [context of the config, C]; NULL: none are learned */
+    const float *norm_final;      /* [C] */
+    const float *norm_final_bias; /* [C]; NULL: RMSNorm */
+    const void *classifier;       /* m [V, C]; the embedding where tied */
+    struct layer_weights *layer;  /* [L] */
 };
 
 extern const struct ops cpu_ops;

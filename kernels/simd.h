@@ -148,4 +148,19 @@ INLINE float norm_scale(const float *x, size_t K, float eps) {
     return 1.0f / sqrtf(sum8(sum) / (float)K + eps);
 }
 
+/* What a norm takes from a row and then multiplies it with: of RMSNorm 0 and norm_scale, of LayerNorm
+ * the mean and 1 / sqrt(mean (x - mean)^2 + eps). */
+struct norm_row {
+    float mean, scale;
+};
+
+INLINE struct norm_row norm_row(const float *x, size_t K, float eps, bool layer_norm) {
+    if (!layer_norm) return (struct norm_row){0, norm_scale(x, K, eps)};
+    v8f sum = {0}, squares = {0};
+    for (size_t k = 0; k < K; k += 8) sum += load8(x + k);
+    const float mean = sum8(sum) / (float)K;
+    for (size_t k = 0; k < K; k += 8) squares += (load8(x + k) - mean) * (load8(x + k) - mean);
+    return (struct norm_row){mean, 1.0f / sqrtf(sum8(squares) / (float)K + eps)};
+}
+
 #endif

@@ -29,6 +29,20 @@ static bool set_in_layer(struct layer_weights *w, const char *part, const void *
         w->gate_up = at;
     else if (!strcmp(part, "down"))
         w->down = at;
+    else if (!strcmp(part, "norm_attention_bias"))
+        w->norm_attention_bias = at;
+    else if (!strcmp(part, "norm_after_attention_bias"))
+        w->after_attention_bias = at;
+    else if (!strcmp(part, "norm_ffn_bias"))
+        w->norm_ffn_bias = at;
+    else if (!strcmp(part, "norm_after_ffn_bias"))
+        w->after_ffn_bias = at;
+    else if (!strcmp(part, "out_bias"))
+        w->out_bias = at;
+    else if (!strcmp(part, "gate_up_bias"))
+        w->gate_up_bias = at;
+    else if (!strcmp(part, "down_bias"))
+        w->down_bias = at;
     else
         return false;
     return true;
@@ -39,8 +53,12 @@ static bool set_in_engine(struct engine *e, const char *name, const void *at) {
         e->rope = at;
     else if (!strcmp(name, "embed"))
         e->embed = at;
+    else if (!strcmp(name, "positions"))
+        e->positions = at;
     else if (!strcmp(name, "norm_final"))
         e->norm_final = at;
+    else if (!strcmp(name, "norm_final_bias"))
+        e->norm_final_bias = at;
     else if (!strcmp(name, "classifier"))
         e->classifier = at;
     else

@@ -62,7 +62,7 @@ static const struct integer_field integer_fields[] = {
     INTEGER(ffn_bias, 124, 0, 1),
     INTEGER(qk_norm, 128, 0, QK_NORM_FULL),
     INTEGER(gated, 132, 0, 1),
-    INTEGER(activation, 136, 0, GELU_TANH),
+    INTEGER(activation, 136, 0, GELU),
     INTEGER(learned_positions, 140, 0, 1),
     INTEGER(rotary_dims, 144, 0, 512),
     INTEGER(rope_tables, 148, 0, 2),
@@ -222,11 +222,6 @@ int config_supported(const struct config *c, struct error *error) {
         const char *what;
         int used;
     } flags[] = {
-        {"LayerNorm", c->norm != RMS_NORM},
-        {"a bias after attention (out_bias)", c->out_bias},
-        {"a bias in the feed-forward part (ffn_bias)", c->ffn_bias},
-        {"a feed-forward part without gate (gated)", !c->gated},
-        {"learned positions", c->learned_positions},
         {"biases before a norm of all of q (qkv_bias, qk_norm)",
          c->qkv_bias && c->qk_norm == QK_NORM_FULL},
         {"experts", c->experts != 0},
@@ -243,7 +238,7 @@ int config_supported(const struct config *c, struct error *error) {
 struct tensor_list {
     struct tensor *tensors; /* or NULL: only count */
     int count;
-    uint64_t end;
+    uint64_t end, parameters;
     int overflow;
 };
 
@@ -265,6 +260,7 @@ static void add(struct tensor_list *list, const char *name, enum dtype dtype, ui
         t->shape[1] = rows ? columns : 0;
     }
     list->count++;
+    if (strcmp(name, "rope") != 0) list->parameters += elements;
     list->end = (end + 255) / 256 * 256;
 }
 
@@ -276,22 +272,31 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
     const uint64_t norm = c->qk_norm == QK_NORM_NONE ? 0 : head_dim;
     const uint64_t before = c->norm_placement == NORM_AFTER ? 0 : width;
     const uint64_t after = c->norm_placement == NORM_BEFORE ? 0 : width;
+    const bool centred = c->norm == LAYER_NORM;
+    const uint64_t up = (c->gated ? 2 : 1) * ffn;
     const struct {
         const char *name;
         enum dtype dtype;
         uint64_t rows, columns; /* no columns: the model has no such tensor */
     } parts[] = {
         {"norm_attention", F32, 0, before},
+        {"norm_attention_bias", F32, 0, centred ? before : 0},
         {"qkv", c->weight_dtype, all_heads * head_dim, width},
         {"qkv_bias", F32, 0, c->qkv_bias ? all_heads * head_dim : 0},
         {"norm_q", F32, 0, whole ? heads * norm : norm},
         {"norm_k", F32, 0, whole ? (uint64_t)c->kv_heads * norm : norm},
         {"out", c->weight_dtype, width, heads * head_dim},
+        {"out_bias", F32, 0, c->out_bias ? width : 0},
         {"norm_after_attention", F32, 0, after},
+        {"norm_after_attention_bias", F32, 0, centred ? after : 0},
         {"norm_ffn", F32, 0, before},
-        {"gate_up", c->weight_dtype, 2 * ffn, width},
+        {"norm_ffn_bias", F32, 0, centred ? before : 0},
+        {"gate_up", c->weight_dtype, up, width},
+        {"gate_up_bias", F32, 0, c->ffn_bias ? up : 0},
         {"down", c->weight_dtype, width, ffn},
+        {"down_bias", F32, 0, c->ffn_bias ? width : 0},
         {"norm_after_ffn", F32, 0, after},
+        {"norm_after_ffn_bias", F32, 0, centred ? after : 0},
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         char name[64];
@@ -301,27 +306,26 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
     }
 }
 
-int config_tensors(const struct config *c, struct tensor *tensors, uint64_t *total) {
+static struct tensor_list list_tensors(const struct config *c, struct tensor *tensors) {
     struct tensor_list list = {.tensors = tensors};
     const uint64_t vocab = (uint64_t)c->vocab, width = (uint64_t)c->width;
     if (c->rope_tables)
         add(&list, "rope", F32, (uint64_t)c->rope_tables, (uint64_t)c->rotary_dims / 2);
     add(&list, "embed", c->weight_dtype, vocab, width);
+    if (c->learned_positions) add(&list, "positions", c->weight_dtype, (uint64_t)c->context, width);
     for (int l = 0; l < c->layers; l++) add_layer(&list, c, l);
     add(&list, "norm_final", F32, 0, width);
+    if (c->norm == LAYER_NORM) add(&list, "norm_final_bias", F32, 0, width);
     if (!c->tied) add(&list, "classifier", c->weight_dtype, vocab, width);
+    return list;
+}
+
+int config_tensors(const struct config *c, struct tensor *tensors, uint64_t *total) {
+    const struct tensor_list list = list_tensors(c, tensors);
     *total = list.end;
     return list.overflow ? -1 : list.count;
 }
 
 uint64_t config_parameters(const struct config *c) {
-    const uint64_t width = (uint64_t)c->width, vocab = (uint64_t)c->vocab;
-    const uint64_t heads = (uint64_t)c->heads, kv_heads = (uint64_t)c->kv_heads;
-    uint64_t layer = 2 * width + (2 * heads + 2 * kv_heads) * (uint64_t)c->head_dim * width +
-                     3 * (uint64_t)c->ffn * width;
-    if (c->qkv_bias) layer += (heads + 2 * kv_heads) * (uint64_t)c->head_dim;
-    if (c->qk_norm == QK_NORM_HEAD) layer += 2 * (uint64_t)c->head_dim;
-    if (c->qk_norm == QK_NORM_FULL) layer += (heads + kv_heads) * (uint64_t)c->head_dim;
-    if (c->norm_placement == NORM_BEFORE_AND_AFTER) layer += 2 * width;
-    return (uint64_t)c->layers * layer + vocab * width * (c->tied ? 1 : 2) + width;
+    return list_tensors(c, NULL).parameters;
 }

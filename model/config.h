@@ -12,11 +12,11 @@
 #include <stdint.h>
 
 enum dtype { F32, BF16, DTYPES };
-enum { NO_ID = -1, MAX_LAYERS = 1024, MAX_STOPS = 16, MAX_TENSORS = 16 * 1024 };
+enum { NO_ID = -1, MAX_LAYERS = 1024, MAX_STOPS = 16, MAX_TENSORS = 32 * 1024 };
 enum norm { RMS_NORM, LAYER_NORM };
 enum norm_placement { NORM_BEFORE, NORM_BEFORE_AND_AFTER, NORM_AFTER };
 enum qk_norm { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_FULL };
-enum activation { SILU, GELU_TANH };
+enum activation { SILU, GELU_TANH, GELU };
 enum chat_shape {
     CHAT_NONE,
     CHAT_LLAMA2,

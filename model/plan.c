@@ -72,7 +72,7 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
         bytes[REGION_KEYS] = 4 * caches * round_up(positions, CPU_PANEL) * head_dim;
         bytes[REGION_VALUES] = 4 * caches * positions * head_dim;
         bytes[REGION_A] = 4 * rows * heads * head_dim;
-        bytes[REGION_H] = 4 * rows * 2 * ffn;
+        bytes[REGION_H] = 4 * rows * (c->gated ? 2 : 1) * ffn;
         bytes[REGION_PANELS] =
             4 * round_up(rows, CPU_PANEL) * max(width, max(heads * head_dim, ffn));
         bytes[REGION_PARTS] = 4 * (round_up(positions, CPU_PART) / CPU_PART) *

@@ -70,9 +70,15 @@ static inline void random_flags(struct config *c, int T, int position) {
     c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
     c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
     c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
-    c->rope_tables = 1 + T % 2;
+    c->rope_tables = T % 9 == 8 ? 0 : 1 + T % 2;
+    if (!c->rope_tables) c->rotary_dims = 0;
+    c->norm = T % 5 < 2 ? LAYER_NORM : RMS_NORM;
+    c->gated = T % 8 > 2;
+    c->out_bias = T % 4 < 2;
+    c->ffn_bias = T % 3 > 0;
+    c->learned_positions = T % 4 == 1;
     c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
-    c->activation = T % 7 > 3 ? GELU_TANH : SILU;
+    c->activation = T % 7 > 4 ? GELU : T % 7 > 2 ? GELU_TANH : SILU;
     c->attention_cap = T % 6 == 2 ? 2.5f : 0;
     c->final_cap = T % 6 == 3 ? 1.5f : 0;
     for (int l = 0; l < c->layers; l++) {
@@ -82,20 +88,30 @@ static inline void random_flags(struct config *c, int T, int position) {
     }
 }
 
-/* What families have beside a Llama; their windows, and a layer without RoPE, they all have. */
-enum family { LLAMA, QWEN, QWEN3, GEMMA, OLMO, FAMILIES };
+/* What families have beside a Llama; their windows, and a layer without RoPE, they all have. The last one is
+ * none: LayerNorms where Gemma has its norms. */
+enum family { LLAMA, QWEN, QWEN3, GEMMA, OLMO, GPT2, CENTRED, FAMILIES };
 static inline void random_family(struct config *c, enum family family) {
+    const bool gemma = family == GEMMA || family == CENTRED, gpt2 = family == GPT2;
     if (family == LLAMA) return;
-    c->qkv_bias = family == QWEN;
-    c->qk_norm = family == QWEN ? QK_NORM_NONE : family == OLMO ? QK_NORM_FULL : QK_NORM_HEAD;
-    if (family == OLMO) c->norm_placement = NORM_AFTER;
-    if (family == GEMMA) {
-        c->norm_placement = NORM_BEFORE_AND_AFTER;
-        c->activation = GELU_TANH;
-        c->attention_cap = 3;
+    c->qkv_bias = family == QWEN || gpt2;
+    c->qk_norm = gemma || family == QWEN3 ? QK_NORM_HEAD
+                 : family == OLMO         ? QK_NORM_FULL
+                                          : QK_NORM_NONE;
+    c->norm_placement = gemma ? NORM_BEFORE_AND_AFTER : family == OLMO ? NORM_AFTER : NORM_BEFORE;
+    c->activation = gemma || gpt2 ? GELU_TANH : SILU;
+    c->attention_cap = gemma ? 3 : 0;
+    c->norm = gpt2 || family == CENTRED ? LAYER_NORM : RMS_NORM;
+    c->gated = !gpt2;
+    c->out_bias = c->ffn_bias = gpt2 || family == CENTRED;
+    c->learned_positions = gpt2;
+    c->rope_tables = !gpt2;
+    c->rotary_dims *= c->rope_tables;
+    for (int l = 0; l < c->layers; l++) {
+        const bool turns = c->rope_tables && (c->layers == 1 || l < c->layers - 1);
+        c->layer[l].window = l % 2 ? 9 : 530;
+        c->layer[l].rope_table = turns ? 0 : NO_ID;
     }
-    for (int l = 0; l < c->layers; l++) c->layer[l].window = l % 2 ? 9 : 530;
-    c->layer[c->layers - 1].rope_table = c->layers > 1 ? NO_ID : 0;
 }
 
 /* Matrices of about unit gain, norms around 1, inverse frequencies from 1 down. */

@@ -17,7 +17,8 @@ struct step {
     struct random_engine *r;
     struct rows rows;
     char *before; /* the arena before an operator */
-    size_t T, C, H, G, D, F, V, S, qkv;
+    size_t T, C, H, G, D, F, V, S, qkv,
+        hidden; /* the last two: floats between rows of their region */
     char name[160];
 };
 
@@ -53,7 +54,51 @@ static inline struct step step_of(struct random_engine *r, struct rows rows) {
                      .V = (size_t)c->vocab,
                      .S = (size_t)r->engine.plan.limits.context};
     s.qkv = (s.H + 2 * s.G) * s.D;
+    s.hidden = (c->gated ? 2 : 1) * s.F;
     return s;
+}
+
+/* h[T, F] of x[T, C] after attention: norm, projections with their biases, activation. */
+static inline struct both *reference_hidden(const struct step *s, int layer, const struct both *x) {
+    const struct config *c = s->r->engine.config;
+    const struct layer_weights *w = &s->r->engine.layer[layer];
+    const size_t outputs = (c->gated ? 2 : 1) * s->F;
+    struct both *normed = both_new(s->T * s->C), *h = both_new(s->T * s->F);
+    struct both *product = both_new(s->T * outputs);
+    reference_any_norm(normed, x, w->norm_ffn, w->norm_ffn_bias, c->norm_eps, s->T, s->C);
+    reference_product(product, normed, w->gate_up, c->weight_dtype, s->T, outputs, s->C);
+    reference_bias(product, w->gate_up_bias, s->T, outputs);
+    if (c->gated) reference_activate(c->activation, h, product, s->T, s->F);
+    for (size_t i = 0; !c->gated && i < s->T * s->F; i++)
+        h[i] = reference_activation(c->activation, product[i]);
+    free(normed);
+    free(product);
+    return h;
+}
+
+/* x[T, C] += what attention gives, or the feed-forward part, from the input of its last product. */
+static inline void reference_residual(const struct step *s, int layer, enum projection which,
+                                      struct both *x, const struct both *in) {
+    const struct config *c = s->r->engine.config;
+    const struct layer_weights *w = &s->r->engine.layer[layer];
+    const bool out = which == ATTENTION_OUT;
+    const struct reference_end end =
+        out ? (struct reference_end){w->out_bias, w->after_attention, w->after_attention_bias}
+            : (struct reference_end){w->down_bias, w->after_ffn, w->after_ffn_bias};
+    reference_project(x, in, out ? w->out : w->down, c->weight_dtype, s->T, s->C,
+                      out ? s->H * s->D : s->F, end, c->norm_eps);
+}
+
+/* The embedding of a token at a position, element i. */
+static inline struct both reference_embedding(const struct engine *e, int32_t token, int position,
+                                              size_t i) {
+    const struct config *c = e->config;
+    const size_t C = (size_t)c->width;
+    const float value = weight_at(e->embed, c->weight_dtype, (size_t)token * C + i);
+    struct both x = {(double)value * (double)c->embed_scale, value * c->embed_scale};
+    if (!e->positions) return x;
+    const float learned = weight_at(e->positions, c->weight_dtype, (size_t)position * C + i);
+    return (struct both){x.exact + (double)learned, x.plain + learned};
 }
 
 /* y may err twice as much as the plain computation does at worst, and a few roundings. */

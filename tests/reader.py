@@ -1,6 +1,7 @@
 """Reads model.bin from model/format.md alone, and runs it in float64: the exporter's oracle, which
 shares no code with it."""
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,29 +49,42 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor, in order."""
     width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
     query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
-    tensors = [
-        ("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2)),
-        ("embed", dtype, (c["vocab"], width)),
-    ]
+    tensors = [("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2))] if c["rope_tables"] else []
+    tensors.append(("embed", dtype, (c["vocab"], width)))
+    if c["learned_positions"]:
+        tensors.append(("positions", dtype, (c["context"], width)))
     bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
-    normed = {0: (), 1: (c["head_dim"], c["head_dim"]), 2: (query, key)}[c["qk_norm"]]
-    norms = [(name, 0, (size,)) for name, size in zip(("norm_q", "norm_k"), normed, strict=False)]
+    sizes = {0: (), 1: (c["head_dim"], c["head_dim"]), 2: (query, key)}[c["qk_norm"]]
+    norms = [(name, 0, (size,)) for name, size in zip(("norm_q", "norm_k"), sizes, strict=False)]
     before = ("norm_attention", "norm_ffn") if c["norm_placement"] < 2 else ()
     after = ("norm_after_attention", "norm_after_ffn") if c["norm_placement"] else ()
+    up = ffn * (2 if c["gated"] else 1)
+
+    def bias_if(used, name, size=width):
+        return [(name, 0, (size,))] if used else []
+
+    def normed(names):
+        kinds = ("", "_bias") if c["norm"] else ("",)
+        return [(name + kind, 0, (width,)) for name in names for kind in kinds]
+
     for layer in range(c["layers"]):
-        at = f"layers.{layer}."
-        tensors += [
-            *((at + name, 0, (width,)) for name in before[:1]),
-            (at + "qkv", dtype, (query + 2 * key, width)),
-            *((at + name, *rest) for name, *rest in bias + norms),
-            (at + "out", dtype, (width, query)),
-            *((at + name, 0, (width,)) for name in after[:1]),
-            *((at + name, 0, (width,)) for name in before[1:]),
-            (at + "gate_up", dtype, (2 * ffn, width)),
-            (at + "down", dtype, (width, ffn)),
-            *((at + name, 0, (width,)) for name in after[1:]),
+        block = [
+            *normed(before[:1]),
+            ("qkv", dtype, (query + 2 * key, width)),
+            *bias,
+            *norms,
+            ("out", dtype, (width, query)),
+            *bias_if(c["out_bias"], "out_bias"),
+            *normed(after[:1]),
+            *normed(before[1:]),
+            ("gate_up", dtype, (up, width)),
+            *bias_if(c["ffn_bias"], "gate_up_bias", up),
+            ("down", dtype, (width, ffn)),
+            *bias_if(c["ffn_bias"], "down_bias"),
+            *normed(after[1:]),
         ]
-    tensors.append(("norm_final", 0, (width,)))
+        tensors += [(f"layers.{layer}.{name}", *rest) for name, *rest in block]
+    tensors += normed(["norm_final"])
     return tensors if c["tied"] else [*tensors, ("classifier", dtype, (c["vocab"], width))]
 
 
@@ -127,6 +141,18 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32).astype(np.float64)
 
 
+def cap(x: np.ndarray, limit: float) -> np.ndarray:
+    return limit * np.tanh(x / limit) if limit else x
+
+
+def activated(kind: int, x: np.ndarray) -> np.ndarray:
+    if kind == 2:
+        return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    if kind == 1:
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
 def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
     """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
     number that a backend keeps between two operators: the inputs of products, queries, the cache.
@@ -145,6 +171,8 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         return stored(x * weights[name]), factor
 
     def normed_product(x, name, matrix):
+        if name + "_bias" in weights:
+            return product(stored(norm_if(True, x, name)), weights[matrix])
         rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
@@ -159,22 +187,19 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
     def norm_if(used, x, name):
         if not used:
             return x
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+        if name + "_bias" in weights:
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
+        return x + weights.get(name + "_bias", 0)
 
     def norm_heads(x, name):
         if c["qk_norm"] < 2:
             return norm_if(c["qk_norm"], x, name)
         return norm_if(True, x.reshape(count, -1), name).reshape(x.shape)
 
-    def cap(x, limit):
-        return limit * np.tanh(x / limit) if limit else x
-
-    def activate(x):
-        if c["activation"]:
-            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        return x / (1 + np.exp(-x))
-
     x = weights["embed"][ids] * c["embed_scale"]
+    if c["learned_positions"]:
+        x = x + weights["positions"][:count]
     for layer, (window, table) in enumerate(model.layers):
         at = f"layers.{layer}."
         unseen = np.where((age < 0) | (age >= (window or count)), -np.inf, 0)
@@ -193,10 +218,16 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
         after = c["norm_placement"]
-        out = product(stored(mixed), weights[at + "out"])
+        out = product(stored(mixed), weights[at + "out"]) + weights.get(at + "out_bias", 0)
         x = x + norm_if(after, out, at + "norm_after_attention")
-        gate, up = np.split(normed_product(x, at + "norm_ffn", at + "gate_up"), 2, axis=-1)
-        out = product(stored(activate(gate) * up), weights[at + "down"])
+        hidden = normed_product(x, at + "norm_ffn", at + "gate_up")
+        hidden = hidden + weights.get(at + "gate_up_bias", 0)
+        if c["gated"]:
+            gate, up = np.split(hidden, 2, axis=-1)
+            hidden = activated(c["activation"], gate) * up
+        else:
+            hidden = activated(c["activation"], hidden)
+        out = product(stored(hidden), weights[at + "down"]) + weights.get(at + "down_bias", 0)
         x = x + norm_if(after, out, at + "norm_after_ffn")
     logits = normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
     return cap(logits, c["final_cap"])

@@ -56,6 +56,33 @@ static inline void reference_norm(struct both *y, const struct both *x, const fl
     }
 }
 
+/* y += bias, each of T rows of K; NULL: nothing. */
+static inline void reference_bias(struct both *y, const float *bias, size_t T, size_t K) {
+    for (size_t i = 0; bias && i < T * K; i++)
+        y[i] = (struct both){y[i].exact + (double)bias[i % K], y[i].plain + bias[i % K]};
+}
+
+/* RMSNorm as above, or with a bias LayerNorm: y = (x - mean) / sqrt(mean (x - mean)^2 + eps) * w + bias. */
+static inline void reference_any_norm(struct both *y, const struct both *x, const float *w,
+                                      const float *bias, float eps, size_t T, size_t K) {
+    struct both *centred = both_new(T * K);
+    memcpy(centred, x, T * K * sizeof *x);
+    for (size_t t = 0; bias && t < T; t++) {
+        struct both mean = {0, 0};
+        for (size_t k = 0; k < K; k++) {
+            mean.exact += x[t * K + k].exact / (double)K;
+            mean.plain += x[t * K + k].plain / (float)K;
+        }
+        for (size_t k = 0; k < K; k++) {
+            centred[t * K + k].exact -= mean.exact;
+            centred[t * K + k].plain -= mean.plain;
+        }
+    }
+    reference_norm(y, centred, w, eps, T, K);
+    reference_bias(y, bias, T, K);
+    free(centred);
+}
+
 /* y[T, N] += x[T, K] W[N, K]^T. */
 static inline void reference_product(struct both *y, const struct both *x, const void *W,
                                      enum dtype dtype, size_t T, size_t N, size_t K) {
@@ -76,13 +103,19 @@ static inline void reference_product(struct both *y, const struct both *x, const
     free(row);
 }
 
-/* x[T, N] += in[T, K] W[N, K]^T, or with a norm RMSNorm of that. */
+/* What follows a product: its bias, and a norm, whose own bias makes it a LayerNorm; any may be NULL. */
+struct reference_end {
+    const float *bias, *norm, *norm_bias;
+};
+
+/* x[T, N] += in[T, K] W[N, K]^T + bias, or with a norm the norm of that. */
 static inline void reference_project(struct both *x, const struct both *in, const void *W,
                                      enum dtype dtype, size_t T, size_t N, size_t K,
-                                     const float *norm, float eps) {
+                                     struct reference_end end, float eps) {
     struct both *y = both_new(T * N);
     reference_product(y, in, W, dtype, T, N, K);
-    if (norm) reference_norm(y, y, norm, eps, T, N);
+    reference_bias(y, end.bias, T, N);
+    if (end.norm) reference_any_norm(y, y, end.norm, end.norm_bias, eps, T, N);
     for (size_t i = 0; i < T * N; i++) {
         x[i].exact += y[i].exact;
         x[i].plain += y[i].plain;
@@ -98,14 +131,21 @@ static inline struct both reference_gelu(struct both x) {
     return (struct both){0.5 * x.exact * (1 + tanh(u)), 0.5f * x.plain * (1 + tanhf(v))};
 }
 
+static inline struct both reference_activation(enum activation kind, struct both x) {
+    if (kind == GELU_TANH) return reference_gelu(x);
+    if (kind == GELU)
+        return (struct both){x.exact / 2 * (1 + erf(x.exact / sqrt(2.0))),
+                             x.plain / 2 * (1 + erff(x.plain / sqrtf(2.0f)))};
+    return (struct both){x.exact / (1 + exp(-x.exact)), x.plain / (1 + expf(-x.plain))};
+}
+
 /* h[T, F] = activation(gate) up of gate_up[T, gate F | up F]. */
 static inline void reference_activate(enum activation kind, struct both *h,
                                       const struct both *gate_up, size_t T, size_t F) {
     for (size_t t = 0; t < T; t++)
         for (size_t f = 0; f < F; f++) {
-            struct both g = gate_up[t * 2 * F + f], u = gate_up[t * 2 * F + F + f];
-            struct both a = {g.exact / (1 + exp(-g.exact)), g.plain / (1 + expf(-g.plain))};
-            if (kind == GELU_TANH) a = reference_gelu(g);
+            const struct both u = gate_up[t * 2 * F + F + f];
+            const struct both a = reference_activation(kind, gate_up[t * 2 * F + f]);
             h[t * F + f] = (struct both){a.exact * u.exact, a.plain * u.plain};
         }
 }

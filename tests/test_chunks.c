@@ -38,9 +38,9 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
     const enum dtype dtype = e->config->weight_dtype;
     const size_t T = s->T, D = s->D, heads = s->H + 2 * s->G, KV = T * D;
     struct both *normed = both_new(T * s->C), *qkv = both_new(T * s->qkv);
-    struct both *a = both_new(T * s->H * D), *h = both_new(T * s->F);
-    struct both *gate_up = both_new(T * 2 * s->F), *k = both_new(KV), *v = both_new(KV);
-    reference_norm(normed, x, w->norm_attention, e->config->norm_eps, T, s->C);
+    struct both *a = both_new(T * s->H * D), *k = both_new(KV), *v = both_new(KV);
+    reference_any_norm(normed, x, w->norm_attention, w->norm_attention_bias, e->config->norm_eps, T,
+                       s->C);
     reference_product(qkv, normed, w->qkv, dtype, T, s->qkv, s->C);
     for (size_t t = 0; t < T; t++) reference_heads(e, layer, qkv + t * s->qkv, (int)t);
     for (size_t i = 0; i < s->H; i++) {
@@ -56,17 +56,13 @@ static void reference_layer(const struct step *s, int layer, struct both *x) {
                              t + 1 - first_seen(e->config, layer, t), D, e->config->attention_scale,
                              e->config->attention_cap);
     }
-    reference_project(x, a, w->out, dtype, T, s->C, s->H * D, w->after_attention,
-                      e->config->norm_eps);
-    reference_norm(normed, x, w->norm_ffn, e->config->norm_eps, T, s->C);
-    reference_product(gate_up, normed, w->gate_up, dtype, T, 2 * s->F, s->C);
-    reference_activate(e->config->activation, h, gate_up, T, s->F);
-    reference_project(x, h, w->down, dtype, T, s->C, s->F, w->after_ffn, e->config->norm_eps);
+    reference_residual(s, layer, ATTENTION_OUT, x, a);
+    struct both *h = reference_hidden(s, layer, x);
+    reference_residual(s, layer, FEED_FORWARD_DOWN, x, h);
     free(normed);
     free(qkv);
     free(a);
     free(h);
-    free(gate_up);
     free(k);
     free(v);
 }
@@ -76,13 +72,10 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
     random_engine_open(&r, c, (struct limits){n, n, 1, n, 1, false});
     const struct step s = step_of(&r, (struct rows){n, n});
     struct both *x = both_new(s.T * s.C), *logits = both_new(s.T * s.V);
-    for (size_t i = 0; i < s.T * s.C; i++) {
-        const float value =
-            weight_at(r.engine.embed, c.weight_dtype, (size_t)tokens[i / s.C] * s.C + i % s.C);
-        x[i] = (struct both){(double)value, value};
-    }
+    for (size_t i = 0; i < s.T * s.C; i++)
+        x[i] = reference_embedding(&r.engine, tokens[i / s.C], (int)(i / s.C), i % s.C);
     for (int l = 0; l < c.layers; l++) reference_layer(&s, l, x);
-    reference_norm(x, x, r.engine.norm_final, c.norm_eps, s.T, s.C);
+    reference_any_norm(x, x, r.engine.norm_final, r.engine.norm_final_bias, c.norm_eps, s.T, s.C);
     reference_product(logits, x, r.engine.classifier, c.weight_dtype, s.T, s.V, s.C);
     random_engine_close(&r);
     free(x);
@@ -91,10 +84,11 @@ static struct both *reference_logits(struct config c, const int32_t *tokens, int
 
 /* However a sequence is cut into steps, and by however many threads: its logits are right, and the same
  * to the bit. */
-static void check_chunks(struct shape shape, enum dtype dtype, int n, const int (*ways)[4],
-                         int count) {
+static void check_chunks(struct shape shape, enum family family, enum dtype dtype, int n,
+                         const int (*ways)[4], int count) {
     struct random_engine r = {.config = random_config(shape, dtype), .state = 7};
-    random_family(&r.config, dtype == BF16 ? GEMMA : n % 4 > 0 ? OLMO : QWEN);
+    random_family(&r.config, family);
+    r.config.context = n;
     struct step s = {.r = &r, .V = (size_t)shape.V};
     const size_t bytes = (size_t)n * s.V * sizeof(float);
     int32_t *tokens = malloc((size_t)n * sizeof *tokens);
@@ -102,8 +96,8 @@ static void check_chunks(struct shape shape, enum dtype dtype, int n, const int 
     for (int i = 0; i < n; i++) tokens[i] = some_token(&r);
     struct both *right = reference_logits(r.config, tokens, n);
     float *whole = logits_in_chunks(r.config, tokens, n, (const int[]){n, 0}, 1);
-    snprintf(s.name, sizeof s.name, "%d positions at once, C %d, %s", n, shape.C,
-             dtype_name(dtype));
+    snprintf(s.name, sizeof s.name, "%d positions at once, C %d, %s, family %d", n, shape.C,
+             dtype_name(dtype), (int)family);
     compare(&s, "logits", whole, s.V, right, (size_t)n, s.V);
     for (int i = 0; i < count; i++)
         for (int threads = 1; threads <= 3; threads++) {
@@ -124,8 +118,13 @@ static void a_model_in_any_chunks(void **state) {
                                   {7, 1}, {13}, {16}, {17, 33}, {24}, {32, 1}};
     const struct shape small = {72, 3, 6, 2, 16, 88, 131}, deep = {776, 1, 3, 1, 8, 1544, 29};
     for (int dtype = F32; dtype <= BF16; dtype++) {
-        check_chunks(small, (enum dtype)dtype, 50, ways, sizeof ways / sizeof *ways);
-        check_chunks(deep, (enum dtype)dtype, 34, ways, sizeof ways / sizeof *ways);
+        const enum family families[] = {dtype == F32 ? OLMO : GEMMA, dtype == F32 ? CENTRED : GPT2};
+        for (int i = 0; i < 2; i++) {
+            check_chunks(small, families[i], (enum dtype)dtype, 50, ways,
+                         sizeof ways / sizeof *ways);
+            check_chunks(deep, families[i], (enum dtype)dtype, 34, ways,
+                         sizeof ways / sizeof *ways);
+        }
     }
 }
 
@@ -133,9 +132,10 @@ static void a_model_in_any_chunks(void **state) {
 static void a_long_sequence_in_any_chunks(void **state) {
     (void)state;
     static const int ways[][4] = {{1}, {3}, {15, 16}, {100, 1, 7}, {513}, {512}};
-    check_chunks((struct shape){24, 1, 7, 1, 8, 16, 9}, BF16, 1100, ways,
+    check_chunks((struct shape){24, 1, 7, 1, 8, 16, 9}, GEMMA, BF16, 1100, ways,
                  sizeof ways / sizeof *ways);
-    check_chunks((struct shape){16, 1, 2, 2, 24, 16, 9}, F32, 1100, ways, 3);
+    check_chunks((struct shape){16, 1, 2, 2, 24, 16, 9}, QWEN, F32, 1100, ways, 3);
+    check_chunks((struct shape){16, 1, 2, 2, 24, 16, 9}, GPT2, F32, 1100, ways, 3);
 }
 
 /* ---- the team ---- */

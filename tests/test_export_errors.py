@@ -38,7 +38,7 @@ SHARD = "model-00001-of-00002.safetensors"
             {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
             "text_config: expected the config of the text part, found 3",
         ),
-        ({"architectures": None, "model_type": "gpt2"}, "gpt2 is not supported; known"),
+        ({"architectures": None, "model_type": "gptj"}, "gptj is not supported; .*GPT2LMHead"),
         ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
         ({"architectures": [["x"]]}, "config.json"),
         ({"attention_bias": True}, "attention_bias is not supported"),
@@ -341,7 +341,7 @@ def test_usage(tmp_path, out, capsys, tensors):
     refused(capsys, folder, tmp_path / "out", "is a directory; -o takes the file")
     refused(capsys, folder, out, "invalid choice: 'q8'", "--dtype", "q8")
     refused(capsys, folder, out, "unrecognized arguments: --x", "--x")
-    refused(capsys, folder, out, "--tokenizer is for llama2.c", "--tokenizer", folder)
+    refused(capsys, folder, out, "--tokenizer is for .bin files of llama2.c", "--tokenizer", folder)
     refused(capsys, folder / "model.safetensors", out, "part of a checkpoint; give its folder")
     assert main([str(folder), "-o", str(out)]) == 0
     refused(capsys, out, tmp_path / "other.bin", "is a model.bin already")

@@ -60,13 +60,9 @@ static void check_embed(struct step *s) {
     poison(s, REGION_ROPE);
     begin(s);
     e->ops->embed(e, s->rows);
-    for (size_t t = 0; t < s->T; t++) {
-        for (size_t i = 0; i < s->C; i++) {
-            const size_t at = (size_t)row_numbers(s, 0)[t] * s->C + i;
-            const float value = weight_at(e->embed, c->weight_dtype, at);
-            x[t * s->C + i] =
-                (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
-        }
+    for (size_t i = 0; i < s->T * s->C; i++) {
+        const int32_t token = row_numbers(s, 0)[i / s->C], position = row_numbers(s, 2)[i / s->C];
+        x[i] = reference_embedding(e, token, position, i % s->C);
     }
     compare(s, "x", region(s, REGION_X), s->C, x, s->T, s->C);
     allow(s, region(s, REGION_X), s->T * s->C);
@@ -114,7 +110,8 @@ static void check_qkv(struct step *s, int layer) {
     poison(s, REGION_QKV);
     begin(s);
     e->ops->qkv(e, layer, s->rows);
-    if (w->norm_attention) reference_norm(x, x, w->norm_attention, e->config->norm_eps, s->T, s->C);
+    reference_any_norm(x, x, w->norm_attention, w->norm_attention_bias, e->config->norm_eps, s->T,
+                       s->C);
     reference_product(qkv, x, w->qkv, e->config->weight_dtype, s->T, s->qkv, s->C);
     for (size_t t = 0; t < s->T; t++)
         reference_heads(&s->r->engine, layer, qkv + t * s->qkv, row_numbers(s, 2)[t]);
@@ -163,7 +160,7 @@ static void check_attend(struct step *s, int layer) {
 static void check_project(struct step *s, int layer, enum projection which) {
     struct engine *e = &s->r->engine;
     const bool out = which == ATTENTION_OUT;
-    const size_t K = out ? s->H * s->D : s->F, stride = out ? K : 2 * K;
+    const size_t K = out ? s->H * s->D : s->F, stride = out ? K : s->hidden;
     struct both *in = both_new(s->T * K), *x = both_from(region(s, REGION_X), s->T * s->C);
     for (size_t i = 0; i < s->T * K; i++) {
         const float value = region(s, out ? REGION_A : REGION_H)[i / K * stride + i % K];
@@ -171,11 +168,8 @@ static void check_project(struct step *s, int layer, enum projection which) {
     }
     begin(s);
     e->ops->project(e, layer, which, s->rows);
-    const struct layer_weights *w = &e->layer[layer];
-    const float *norm = out ? w->after_attention : w->after_ffn;
-    reference_project(x, in, out ? w->out : w->down, e->config->weight_dtype, s->T, s->C, K, norm,
-                      e->config->norm_eps);
-    if (norm) allow(s, region(s, REGION_QKV), s->T * s->C);
+    reference_residual(s, layer, which, x, in);
+    if (e->layer[layer].after_attention) allow(s, region(s, REGION_QKV), s->T * s->C);
     compare(s, out ? "x + a Wout" : "x + h Wdown", region(s, REGION_X), s->C, x, s->T, s->C);
     allow(s, region(s, REGION_X), s->T * s->C);
     end(s, "project");
@@ -185,20 +179,15 @@ static void check_project(struct step *s, int layer, enum projection which) {
 
 static void check_gate_up(struct step *s, int layer) {
     struct engine *e = &s->r->engine;
-    const struct layer_weights *w = &e->layer[layer];
     struct both *x = both_from(region(s, REGION_X), s->T * s->C);
-    struct both *both = both_new(s->T * 2 * s->F), *h = both_new(s->T * s->F);
     poison(s, REGION_H);
     begin(s);
     e->ops->gate_up(e, layer, s->rows);
-    reference_norm(x, x, w->norm_ffn, e->config->norm_eps, s->T, s->C);
-    reference_product(both, x, w->gate_up, e->config->weight_dtype, s->T, 2 * s->F, s->C);
-    reference_activate(e->config->activation, h, both, s->T, s->F);
-    compare(s, "h", region(s, REGION_H), 2 * s->F, h, s->T, s->F);
-    allow(s, region(s, REGION_H), s->T * 2 * s->F);
+    struct both *h = reference_hidden(s, layer, x);
+    compare(s, "h", region(s, REGION_H), s->hidden, h, s->T, s->F);
+    allow(s, region(s, REGION_H), s->T * s->hidden);
     end(s, "gate_up");
     free(x);
-    free(both);
     free(h);
 }
 
@@ -212,7 +201,7 @@ static void check_classify(struct step *s) {
     poison(s, REGION_LOGITS);
     begin(s);
     e->ops->classify(e, s->rows);
-    reference_norm(x, x, e->norm_final, e->config->norm_eps, n, s->C);
+    reference_any_norm(x, x, e->norm_final, e->norm_final_bias, e->config->norm_eps, n, s->C);
     reference_product(logits, x, e->classifier, e->config->weight_dtype, n, used, s->C);
     for (size_t i = 0; i < n * used; i++)
         logits[i] = reference_cap(logits[i], e->config->final_cap);
@@ -255,6 +244,7 @@ static void check_shape(struct shape shape, enum dtype dtype, int T, int positio
     c.tied = T % 2;
     random_flags(&c, T, position);
     c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
+    c.context = position + T;
     random_engine_open(&r, c,
                        (struct limits){position + T + T % 5, T + T % 3, 2, T, threads, false});
     struct step s = step_of(&r, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4});
@@ -369,9 +359,27 @@ static void exp8_is_right_over_its_range(void **state) {
     assert_true(y[4] == y[5] && y[4] > 1e38f && isfinite(y[4]) && y[6] == 1 && y[7] == 1);
 }
 
+/* The deviations are summed up, not the squares less the mean's: those would cancel. */
+static void a_layer_norm_of_a_row_far_from_zero(void **state) {
+    (void)state;
+    enum { K = 72 };
+    uint64_t random = 1;
+    for (int n = 0; n < 20; n++) {
+        float x[K];
+        double mean = 0, variance = 0;
+        for (int k = 0; k < K; k++) x[k] = 1000 + random_float(&random);
+        for (int k = 0; k < K; k++) mean += (double)x[k] / K;
+        for (int k = 0; k < K; k++) variance += ((double)x[k] - mean) * ((double)x[k] - mean) / K;
+        const struct norm_row row = norm_row(x, K, 1e-5f, true);
+        assert_true(fabs((double)row.mean / mean - 1) < 1e-6);
+        assert_true(fabs((double)row.scale * sqrt(variance + 1e-5) - 1) < 1e-6);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exp8_is_right_over_its_range),
+        cmocka_unit_test(a_layer_norm_of_a_row_far_from_zero),
         cmocka_unit_test(every_operator_on_ragged_shapes),
         cmocka_unit_test(every_operator_on_wide_shapes),
         cmocka_unit_test(attention_over_long_caches),

@@ -198,8 +198,8 @@ static void test_flags_refused_by_name(void **state) {
         uint32_t value;
         const char *name;
     } flags[] = {
-        {104, 1, "LayerNorm"}, {120, 1, "out_bias"}, {124, 1, "ffn_bias"}, {132, 0, "gated"},
-        {140, 1, "learned"},   {176, 1, "experts"},  {128, 2, "qk_norm"},
+        {176, 1, "experts"},
+        {128, 2, "qk_norm"},
     };
     struct tiny t = tiny_make();
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
@@ -213,6 +213,64 @@ static void test_flags_refused_by_name(void **state) {
         assert_int_equal(config_read(&config, copy, sizeof copy, &error), 0);
         assert_int_equal(config_supported(&config, &error), EXIT_BAD_FILE);
         assert_non_null(strstr(error.text, flags[i].name));
+    }
+    free(t.data);
+}
+
+static bool listed(const char *name, const struct tensor *tensors, int count) {
+    for (int i = 0; i < count; i++)
+        if (!strcmp(tensors[i].name, name)) return true;
+    return false;
+}
+
+/* Each flag of the config has tensors of its own; the table of RoPE is no parameter. */
+static void test_flags_and_their_tensors(void **state) {
+    (void)state;
+    enum { MOST = 64 };
+    static const struct {
+        size_t offset;
+        uint32_t value;
+        const char *names[3]; /* of the first layer */
+        int tensors, parameters;
+    } flags[] = {
+        {104,
+         1,
+         {"norm_attention_bias", "norm_ffn_bias"},
+         2 * TINY_L + 1,
+         (2 * TINY_L + 1) * TINY_C},
+        {120, 1, {"out_bias"}, TINY_L, TINY_L * TINY_C},
+        {124, 1, {"gate_up_bias", "down_bias"}, 2 * TINY_L, TINY_L * (2 * TINY_F + TINY_C)},
+        {132, 0, {NULL}, 0, -TINY_L * TINY_F * TINY_C},
+        {140, 1, {NULL}, 1, 64 * TINY_C},
+    };
+    struct tiny t = tiny_make();
+    struct error error = {0};
+    uint64_t before = 0, bytes = 0;
+    int tensors_before = 0;
+    for (size_t i = 0; i <= sizeof flags / sizeof *flags; i++) {
+        struct config config;
+        struct tensor tensors[MOST];
+        unsigned char copy[1024];
+        memcpy(copy, t.data + 64, sizeof copy);
+        if (i > 0) put_u32(copy + flags[i - 1].offset, flags[i - 1].value);
+        assert_int_equal(config_read(&config, copy, sizeof copy, &error), 0);
+        assert_int_equal(config_supported(&config, &error), 0);
+        const int count = config_tensors(&config, tensors, &bytes);
+        const uint64_t parameters = config_parameters(&config);
+        if (i == 0) {
+            before = parameters, tensors_before = count;
+            assert_int_equal(before, (TINY_V + 1 + 2 * TINY_L) * TINY_C +
+                                         TINY_L * TINY_C * (2 * TINY_H + 2 * TINY_G) * TINY_D +
+                                         TINY_L * 3 * TINY_F * TINY_C);
+            continue;
+        }
+        assert_int_equal(count, tensors_before + flags[i - 1].tensors);
+        assert_int_equal(parameters, before + (uint64_t)(int64_t)flags[i - 1].parameters);
+        for (int n = 0; n < 3 && flags[i - 1].names[n]; n++) {
+            char name[64];
+            snprintf(name, sizeof name, "layers.0.%s", flags[i - 1].names[n]);
+            assert_true(listed(name, tensors, count));
+        }
     }
     free(t.data);
 }
@@ -237,6 +295,7 @@ int main(void) {
         cmocka_unit_test(test_check_finds_bits),
         cmocka_unit_test(test_check_finds_infinity),
         cmocka_unit_test(test_flags_refused_by_name),
+        cmocka_unit_test(test_flags_and_their_tensors),
         cmocka_unit_test(test_not_a_file),
     };
     descriptor = memfd_create("model.bin", 0);

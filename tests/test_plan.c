@@ -32,6 +32,11 @@ static void test_plan_regions(void **state) {
     assert_int_equal(plan.region[REGION_KEYS].bytes, 4UL * 30 * 2 * 3 * 1008 * 64);
     assert_int_equal(plan.region[REGION_VALUES].bytes, 4UL * 30 * 2 * 3 * 1001 * 64);
     assert_int_equal(plan.region[REGION_LOGITS].bytes, 4UL * 3 * 49152);
+    assert_int_equal(plan.region[REGION_H].bytes,
+                     4UL * 512 * 1536); /* and with a gate twice that */
+    c.gated = 1;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_int_equal(plan.region[REGION_H].bytes, 4UL * 512 * 2 * 1536);
     for (int r = 0; r + 1 < REGIONS; r++) {
         assert_int_equal(plan.region[r].offset % PLAN_ALIGN, 0);
         assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);

@@ -30,7 +30,7 @@ smollm2_greedy.npz    48 greedy tokens on 8 prompts; stop tokens do not stop
   prompt_starts [9]   int32, prompt p is prompt_ids[starts[p]:starts[p+1]]
   W_ids [8,48]        int32, generated
   W_gap [8,48]        float32, best logit minus second at each step
-tiny_FAMILY.npz       each random model of tiny.py
+tiny_FAMILY.npz       each random model of tiny.py and of gpt2.py
   ids [512]           int32, tiny.ids(512)
   logits [512,331]    float32; but for the Llama every fifth column, [512,67]
   error               float64
@@ -48,6 +48,7 @@ from pathlib import Path
 
 import forward
 import gguf
+import gpt2
 import numpy as np
 import tiny
 import torch
@@ -125,7 +126,8 @@ def all_logits(model, ids):
     """[T, V] float32 and the largest difference from the float64 oracle."""
     with torch.inference_mode():
         logits = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
-    exact = forward.logits(model.config.to_dict(), weights_of(model), ids)
+    oracle = gpt2 if model.config.model_type == "gpt2" else forward
+    exact = oracle.logits(model.config.to_dict(), weights_of(model), ids)
     error = np.abs(logits - exact).max()
     check(error < 2e-3, f"transformers differs from the oracle by {error}")
     return logits, error
@@ -259,15 +261,14 @@ def make_smollm2(path, text):
 # The tiny random models
 
 
-def make_tiny(family):
-    settings = tiny.FAMILIES[family]
+def make_tiny(family, settings, weights):
     config = AutoConfig.for_model(**settings, attn_implementation="eager")
     written = config.to_dict()
     check(all(written[key] == value for key, value in settings.items()), "a setting is not kept")
-    model = AutoModelForCausalLM.from_config(config)
-    weights = {name: torch.from_numpy(value) for name, value in tiny.tensors(settings).items()}
+    model = AutoModelForCausalLM.from_config(config).eval()
+    weights = {name: torch.from_numpy(value) for name, value in weights.items()}
     if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = next(iter(weights.values()))  # the embedding
     model.load_state_dict(weights, strict=True)
     ids = tiny.ids(TINY_POSITIONS)
     logits, error = all_logits(model, ids)
@@ -380,8 +381,10 @@ def main():
     parser.add_argument("stories", type=Path, nargs="?", help="stories260K.bin of llama2.c")
     parser.add_argument("tokenizer", type=Path, nargs="?", help="tok512.bin of llama2.c")
     args = parser.parse_args()
-    for family in tiny.FAMILIES:
-        make_tiny(family)
+    for family, settings in tiny.FAMILIES.items():
+        make_tiny(family, settings, tiny.tensors(settings))
+    for family, settings in gpt2.FAMILIES.items():
+        make_tiny(family, settings, gpt2.tensors(tiny.uniform))
     if args.tiny:
         return
     check(args.tokenizer, "four files are needed")
