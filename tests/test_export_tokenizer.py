@@ -213,6 +213,26 @@ def test_sentencepiece_folder(tmp_path):
         section_from_hf(tmp_path)
 
 
+def test_special_user_defined_pieces_become_control_pieces(tmp_path):
+    """The library would find them in any text."""
+    pieces = spm.parse(small_model()).pieces
+    users = [spm.Piece(text, 0, spm.USER_DEFINED) for text in (b"<turn>", b"<b>")]
+    before, after = spm.build([*pieces, *users]), spm.build([*pieces, *users], False)
+    decoder = {
+        str(len(pieces)): {"content": "<turn>", "special": True},
+        str(len(pieces) + 1): {"content": "<b>", "special": False},
+    }
+    hf(tmp_path, None, {"added_tokens_decoder": decoder})
+    (tmp_path / "tokenizer.model").write_bytes(before)
+    section = read_section(section_from_hf(tmp_path))
+    changed = [*pieces, users[0]._replace(kind=spm.CONTROL), users[1]]
+    assert section["model"] == spm.build(changed)
+    assert (len(pieces), 1, b"<turn>") in section["added"]
+    assert not any(text == b"<b>" for *_, text in section["added"])
+    assert spm.with_controls(after, {len(pieces)}) == spm.build(changed, False)
+    assert spm.with_controls(after, set()) == after
+
+
 def varint_field(number: int, value: int) -> bytes:
     return bytes([number << 3, value])
 
