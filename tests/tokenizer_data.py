@@ -61,7 +61,8 @@ def section(name: str) -> bytes:
         return tokenizer.section_from_gguf(gguf_reader(DATA / "tokenizers" / "gpt2-vocab.gguf"))
     if name == "smollm2":
         return tokenizer.section_from_gguf(gguf_reader(SMOLLM2))
-    return tokenizer.section_from_hf(unpacked(name))
+    # The published folder called llama2 has Mistral's vocabulary.
+    return tokenizer.section_from_hf(unpacked("llama2" if name == "mistral" else name))
 
 
 def smollm2_reference():
@@ -150,6 +151,21 @@ class Driver:
         self.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         assert done.returncode == 0 and done.stderr == b"", (done.returncode, done.stderr)
         return self._split(done.stdout, len(texts), decode)
+
+    def chats(self, chats: list[list], shape: int, bos: int | None) -> list[list[int]]:
+        """The ids of conversations: lists of role and text."""
+        roles = ("system", "user", "assistant")
+        content = bytearray()
+        for messages in chats:
+            content += struct.pack("<I", len(messages))
+            for role, text in messages:
+                encoded = text if isinstance(text, bytes) else text.encode()
+                content += struct.pack("<2I", roles.index(role), len(encoded)) + encoded
+        bos = -1 if bos is None else bos
+        command = [self.program, self.path, str(self.vocab), "chat", str(shape), str(bos)]
+        done = subprocess.run(command, input=content, capture_output=True, check=False)
+        assert done.returncode == 0 and done.stderr == b"", (done.returncode, done.stderr)
+        return self._split(done.stdout, len(chats), decode=False)
 
     @staticmethod
     def _split(output: bytes, count: int, decode: bool) -> list:
