@@ -334,7 +334,7 @@ def _added_to_model(model: bytes, added: list[AddedToken]) -> tuple[bytes, list[
                 f"tokenizer: added token {token.id} is {token.text!r}, but the sentencepiece model "
                 f"has {pieces[token.id].text!r} there"
             )
-        elif pieces[token.id].kind == spm.CONTROL or token.id in found:
+        elif pieces[token.id].kind in (spm.CONTROL, spm.UNKNOWN) or token.id in found:
             kept.append(token._replace(control=True))
     return spm.with_controls(model, found) if found else model, kept
 
