@@ -146,8 +146,7 @@ weights/SmolLM2-135M-Instruct-f32.bin: $(GGUF) | .venv/ready
 demo: deps
 	@$(MAKE) --no-print-directory run $(MODEL)
 	@echo; echo '> What is gravity? Answer in one sentence.'; echo
-	@printf '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is gravity? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\n' \
-	    | ./run $(MODEL) --special -p - -t 0
+	@./run $(MODEL) --chat -y 'You are a helpful assistant.' -p 'What is gravity? Answer in one sentence.' -t 0
 
 # ---- tests ----
 C_TESTS  := $(patsubst tests/%.c,$(B)/tests/%,$(filter-out tests/test_gpu.c,$(wildcard tests/test_*.c)))

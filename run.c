@@ -287,8 +287,10 @@ static void report_speed(const struct options *o, const char *what, int tokens, 
 }
 
 static int generate(struct run *r, struct error *error) {
-    /* A first space is the tokenizer's own only where the text starts here: after BOS at most. */
-    struct decoder decoder = {.started = !r->options.echo && r->prompt.count > 1};
+    /* A first space is the tokenizer's own only where the text starts here: after BOS at most, or as
+     * an answer. */
+    struct decoder decoder = {.started =
+                                  !r->options.echo && !r->options.chat && r->prompt.count > 1};
     struct output output;
     int drawn = 0, code = 0;
     catch_signals();

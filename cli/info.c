@@ -81,7 +81,8 @@ static void print_tokens(const struct config *c, const struct tokenizer *tokeniz
     print_id("bos", c->bos, tokenizer);
     printf("  %-18s %s\n", "bos added", c->add_bos ? "yes" : "no");
     for (int i = 0; i < c->stop_count; i++) print_id("stop", c->stops[i], tokenizer);
-    printf("chat shape           %s\n", chat_shape_name(c->chat_shape));
+    printf("chat shape           %s%s\n", chat_shape_name(c->chat_shape),
+           c->chat_bos ? ", after bos" : "");
 }
 
 static void print_tensors(const struct model_file *file) {

@@ -29,6 +29,8 @@ struct option {
 
 static const struct option table[] = {
     {HEADING, "", "What to do (generate text where none is given)", 0, NULL, 0, 0, "", ""},
+    {FLAG, "", "chat", TO(chat), NULL, 0, 0, "",
+     "answer the prompt as a user's turn, in the model's own chat shape"},
     {FLAG, "", "bench", TO(bench), NULL, 0, 0, "",
      "measure tokens per second and share of the roof"},
     {TEXT, "", "logits", TO(logits), NULL, 0, 0, "FILE",
@@ -45,6 +47,8 @@ static const struct option table[] = {
      "the prompt (none: BOS alone); - reads standard input"},
     {TEXT, "f", "file", TO(prompt_file), NULL, 0, 0, "FILE",
      "the prompt from a file, byte for byte"},
+    {TEXT, "y", "system", TO(system), NULL, 0, 0, "TEXT",
+     "the system message of --chat (the model's default)"},
     {TEXT, "", "ids", TO(ids), NULL, 0, 0, "\"1 2 3\"", "the prompt as ids, taken as they are"},
     {CHOICE, "", "bos", TO(bos), "auto", 0, 0, "auto|yes|no", "begin with the model's BOS"},
     {FLAG, "", "special", TO(special), NULL, 0, 0, "",
@@ -224,6 +228,13 @@ static int check_together(const struct options *o, struct error *error) {
                     "more than one of --bench, --logits, --tokenize, --info and --check");
     if ((o->prompt != NULL) + (o->prompt_file != NULL) + (o->ids != NULL) > 1)
         return fail(error, EXIT_USAGE, "more than one of --prompt, --file and --ids");
+    if (o->chat && (o->bench || o->info || o->check || o->logits || o->ids || o->special))
+        return fail(error, EXIT_USAGE,
+                    "--chat with --bench, --info, --check, --logits, --ids or --special");
+    if (o->chat && !o->prompt && !o->prompt_file)
+        return fail(error, EXIT_USAGE, "--chat needs what the user says, as -p or -f");
+    if (o->system && !o->chat)
+        return fail(error, EXIT_USAGE, "--system is for --chat, which is not given");
     if (!o->model)
         return fail(error, EXIT_USAGE, "no model; try: ./run model.bin -p \"Once upon a time\"");
     if (o->tokenize && o->ids) return fail(error, EXIT_USAGE, "--tokenize needs text, found --ids");
@@ -257,8 +268,9 @@ int options_parse(struct options *options, int argc, char **argv, struct error *
 
 void options_help(void) {
     puts("run: transformer inference at the hardware's limit\n\n"
-         "  ./run MODEL -p TEXT      continues the text\n"
-         "  ./run MODEL --bench      measures tokens per second\n\n"
+         "  ./run MODEL -p TEXT         continues the text\n"
+         "  ./run MODEL --chat -p TEXT  answers it\n"
+         "  ./run MODEL --bench         measures tokens per second\n\n"
          "MODEL is a model.bin; make one with: .venv/bin/python -m export SOURCE -o model.bin");
     for (int i = 0; i < OPTIONS; i++) {
         const struct option *o = &table[i];

@@ -16,11 +16,11 @@ struct options {
     const char *model;
 
     /* what to do; generation where none is set */
-    bool bench, tokenize, info, check, help, version;
+    bool bench, chat, tokenize, info, check, help, version;
     const char *logits;
 
     /* prompt */
-    const char *prompt, *prompt_file, *ids, *tokenizer;
+    const char *prompt, *prompt_file, *ids, *system, *tokenizer;
     int bos; /* enum bos */
     bool special, echo;
 

@@ -3,6 +3,7 @@
 
 #include "cli/output.h"
 #include "model/file.h"
+#include "tokenizer/chat.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -88,8 +89,6 @@ static int encode(struct ids *ids, const struct options *o, const struct config 
                   struct tokenizer *tokenizer, const struct bytes *text, struct error *error) {
     const bool with_bos = o->bos == BOS_YES || (o->bos == BOS_AUTO && c->add_bos) ||
                           (o->bos == BOS_AUTO && text->count == 0 && c->bos != NO_ID);
-    if (o->bos == BOS_YES && c->bos == NO_ID)
-        return fail(error, EXIT_USAGE, "--bos yes, but the model has no BOS");
     int code = with_bos ? ids_append(ids, c->bos, error) : 0;
     if (!code) code = tokenizer_encode(tokenizer, text->data, text->count, o->special, ids, error);
     if (code || !with_bos || ids->count < 2 || ids->id[1] != c->bos) return code;
@@ -98,15 +97,36 @@ static int encode(struct ids *ids, const struct options *o, const struct config 
     return 0;
 }
 
+/* --chat: the text is what the user says, after --system. */
+static int encode_chat(struct ids *ids, const struct options *o, const struct config *c,
+                       struct tokenizer *tokenizer, const struct bytes *text, struct error *error) {
+    const bool with_bos = o->bos == BOS_YES || (o->bos == BOS_AUTO && c->chat_bos);
+    struct chat_message message[2];
+    int count = 0;
+    if (o->system)
+        message[count++] = (struct chat_message){CHAT_SYSTEM, o->system, strlen(o->system)};
+    message[count++] = (struct chat_message){CHAT_USER, text->data, text->count};
+    return chat_encode(tokenizer, c->chat_shape, with_bos ? c->bos : NO_ID, message, count, ids,
+                       error);
+}
+
 static int text_ids(struct ids *ids, const struct options *o, const struct config *c,
                     struct tokenizer *tokenizer, struct error *error) {
     if (!tokenizer)
         return fail(error, EXIT_USAGE,
                     "%s has no tokenizer: give the prompt as --ids, or a tokenizer with -z",
                     o->model);
+    if (o->bos == BOS_YES && c->bos == NO_ID)
+        return fail(error, EXIT_USAGE, "--bos yes, but the model has no BOS");
+    if (o->chat && c->chat_shape == CHAT_NONE)
+        return fail(
+            error, EXIT_USAGE,
+            "%s has no chat shape: export it with --chat-shape, or write the turns into the "
+            "prompt with --special",
+            o->model);
     struct bytes text = {0};
     int code = read_prompt(&text, o, error);
-    if (!code) code = encode(ids, o, c, tokenizer, &text, error);
+    if (!code) code = (o->chat ? encode_chat : encode)(ids, o, c, tokenizer, &text, error);
     free(text.data);
     return code;
 }

@@ -7,7 +7,8 @@
 #include "tokenizer/tokenizer.h"
 
 /* The ids of the prompt: --ids as they are, or the text of -p, -f or standard input, with BOS in
- * front as --bos and the model say. An empty text is BOS alone. tokenizer may be NULL.
+ * front as --bos and the model say. An empty text is BOS alone. --chat: the text as a user's turn, up
+ * to where the answer begins. tokenizer may be NULL.
  * EXIT_USAGE where the prompt cannot be used, does not fit into the context, or is empty. */
 int prompt_ids(struct ids *ids, const struct options *options, const struct config *config,
                struct tokenizer *tokenizer, struct error *error);

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from export import gguf_file, huggingface, llama2c, llmc
+from export import chat, gguf_file, huggingface, llama2c, llmc
 from export.errors import ExportError
 from export.format import DTYPES, Layout
 from export.model import Model
@@ -48,6 +48,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="of a .bin: llama2.c's tokenizer.bin; llm.c's gpt2_tokenizer.bin, a tokenizer.json or "
         "its folder",
     )
+    parser.add_argument(
+        "--chat-shape",
+        choices=chat.SHAPES,
+        help="how a conversation is written (default: told from the chat template)",
+    )
     parser.add_argument("--name", help="the model's name in the file (default: the source's)")
     return parser.parse_args(arguments)
 
@@ -81,6 +86,15 @@ def load(source: Path, tokenizer: Path | None) -> Model:
     return llama2c.load(source, tokenizer)
 
 
+def choose_shape(model: Model, shape: str) -> None:
+    """--chat-shape. Where no template says whether bos is first, it is as in any other text."""
+    if model.tokenizer is None and shape != "none":
+        raise ExportError("--chat-shape needs a tokenizer, and the source has none")
+    if model.config.chat == "none":
+        model.config.chat_bos |= bool(model.tokenizer and model.tokenizer.add_bos)
+    model.config.chat = shape
+
+
 def describe(model: Model, dtype: str) -> str:
     config, tokenizer = model.config, model.tokenizer
     heads = f"{config.heads} heads, {config.kv_heads} key/value heads of {config.head_dim}"
@@ -111,6 +125,8 @@ def export(arguments: argparse.Namespace) -> None:
     model = load(source, arguments.tokenizer)
     if arguments.name is not None:
         model.config.name = arguments.name
+    if arguments.chat_shape is not None:
+        choose_shape(model, arguments.chat_shape)
     model.check()
     print(describe(model, arguments.dtype), flush=True)
     layout = Layout(model, DTYPES[arguments.dtype])

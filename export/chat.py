@@ -15,17 +15,38 @@ SHAPES = {
     "phi3": 5,
     "zephyr": 6,
     "mistral": 7,
+    "llama3_1": 8,
+    "qwen3": 9,
+    "phi4": 10,
+    "phi4_mini": 11,
+    "olmo": 12,
+    "mistral_v1": 13,
+    "mistral_v3": 14,
+    "mistral_tekken": 15,
+    "mistral_v7": 16,
 }
 
-# The first entry whose marks all occur in the template wins.
+# What has to be found in a template (regular expressions), and what must not be. The first entry
+# that fits wins. \n in a template's strings stands here as a newline.
 MARKS = (
-    (("<|im_start|>",), "chatml"),
-    (("<|start_header_id|>",), "llama3"),
-    (("<start_of_turn>",), "gemma"),
-    (("[INST]", "<<SYS>>"), "llama2"),
-    (("[INST]",), "mistral"),
-    (("<|user|>", "<|end|>"), "phi3"),
-    (("<|user|>",), "zephyr"),
+    (("<\\|im_start\\|>", "<\\|im_sep\\|>"), (), "phi4"),
+    (("<\\|im_start\\|>", "Reasoning Mode"), (), "none"),  # SmolLM3: a system text that varies
+    (("<\\|im_start\\|>", "split\\('</think>'\\)"), (), "qwen3"),
+    (("<\\|im_start\\|>",), (), "chatml"),
+    (("<\\|start_header_id\\|>", "Cutting Knowledge Date"), (), "llama3_1"),
+    (("<\\|start_header_id\\|>",), (), "llama3"),
+    (("<start_of_turn>",), (), "gemma"),
+    (("\\[INST\\]", "<<SYS>>"), (), "llama2"),
+    (("\\[INST\\]", "\\[SYSTEM_PROMPT\\]"), ("\\[SYSTEM_PROMPT\\] ",), "mistral_v7"),
+    (("\\[INST\\]", "\\[SYSTEM_PROMPT\\]"), (), "none"),
+    ((" \\[INST\\] ", " \\[/INST\\]"), (), "mistral_v1"),
+    (("\\[INST\\] ", " \\[/INST\\]"), (), "mistral"),
+    (("\\[INST\\] ", "\\[/INST\\]"), (), "mistral_v3"),
+    (("\\[INST\\]", "\\[/INST\\]"), (), "mistral_tekken"),
+    (("<\\|(user\\|>|')", "<\\|end\\|>(' *\\+ *')?\n"), (), "phi3"),
+    (("<\\|(user\\|>|')", "<\\|end\\|>"), ("<\\|channel\\|>",), "phi4_mini"),
+    (("<\\|user\\|>(' *\\+ *')?\n'[^}]*eos_token",), (), "zephyr"),
+    (("<\\|user\\|>(' *\\+ *')?\n'[^}]*'\n'",), (), "olmo"),
 )
 
 # A string literal that holds a whole system message: no quote, brace or mark inside. Newlines
@@ -51,10 +72,24 @@ def template_from_hf(folder: Path) -> str:
 
 
 def shape_of(template: str) -> str:
-    for marks, shape in MARKS:
-        if all(mark in template for mark in marks):
+    """ "none" for a template that is not one of those that the engine has."""
+    text = template.replace("\\n", "\n")
+    for wanted, unwanted, shape in MARKS:
+        found = all(re.search(mark, text) for mark in wanted)
+        if found and not any(re.search(mark, text) for mark in unwanted):
             return shape
     return "none"
+
+
+def has_bos(template: str) -> bool:
+    """Whether the template itself begins a conversation with bos: nothing else does."""
+    return "bos_token" in template
+
+
+def bos_token(folder: Path) -> str:
+    """The text of what a template calls bos_token."""
+    token = read_json_if_there(folder / "tokenizer_config.json").get("bos_token")
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def default_system(template: str) -> str:

@@ -159,6 +159,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("stop_count", "I", len(config.stops)),
         *(("stops", "I", stop) for stop in stops),
         ("chat_shape", "I", chat.SHAPES[config.chat]),
+        ("chat_bos", "I", config.chat_bos and config.bos is not None),
     ]
 
 

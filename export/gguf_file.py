@@ -153,7 +153,8 @@ def _set_tokens(config: Config, reader: Reader, tokenizer: Tokenizer | None) -> 
     if tokenizer:
         stops += [tokenizer.id_of_control(text) for text in STOP_TEXTS]
     config.stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
-    config.chat = chat.shape_of(_value(reader, "tokenizer.chat_template", ""))
+    template = _value(reader, "tokenizer.chat_template", "")
+    config.chat, config.chat_bos = chat.shape_of(template), chat.has_bos(template)
 
 
 def load(path: Path) -> Model:

@@ -195,5 +195,8 @@ def load(folder: Path) -> Model:
     if content.get("tie_word_embeddings") and "classifier" in parts:
         check_tied(parts, "config.json says tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
-    config.chat = chat.shape_of(chat.template_from_hf(folder))
+    template = chat.template_from_hf(folder)
+    config.chat, config.chat_bos = chat.shape_of(template), chat.has_bos(template)
+    if config.chat_bos and config.bos is None and tokenizer:
+        config.bos = tokenizer.id_of_control(chat.bos_token(folder))
     return Model(f"Hugging Face, {family}", config, tokenizer, parts)

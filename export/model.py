@@ -48,6 +48,7 @@ class Config:
     pad: int | None = None
     stops: list[int] = field(default_factory=list)
     chat: str = "none"
+    chat_bos: bool = False  # conversations begin with bos
 
     @property
     def padded_ffn(self) -> int:

@@ -154,14 +154,28 @@ def _field(number: int, value: bytes | float) -> bytes:
     return _write_varint(number << 3 | VARINT) + _write_varint(value)
 
 
+def _piece_message(piece: Piece) -> bytes:
+    message = _field(1, piece.text) + _field(2, float(piece.score))
+    return message if piece.kind == NORMAL else message + _field(3, piece.kind)
+
+
+def with_controls(data: bytes, ids: set[int]) -> bytes:
+    """The model with these pieces as control pieces, all else as it was."""
+    out, index = bytearray(), 0
+    for number, value in _fields(data):
+        if number == 1:
+            if index in ids:
+                value = _piece_message(_piece(value)._replace(kind=CONTROL))
+            index += 1
+        out += _field(number, value)
+    return bytes(out)
+
+
 def build(pieces: list[Piece], add_dummy_prefix: bool = True) -> bytes:
     """A BPE model without normalisation, as Llama's own: spaces kept and escaped."""
     out = bytearray()
-    for text, score, kind in pieces:
-        message = _field(1, text) + _field(2, float(score))
-        if kind != NORMAL:
-            message += _field(3, kind)
-        out += _field(1, message)
+    for piece in pieces:
+        out += _field(1, _piece_message(piece))
     has_bytes = any(piece.kind == BYTE for piece in pieces)
     out += _field(
         2, _field(3, MODEL_TYPE_BPE) + _field(4, len(pieces)) + _field(35, int(has_bytes))

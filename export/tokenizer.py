@@ -318,9 +318,14 @@ def _kind_of_json_piece(text: str, token: int, added: dict[int, AddedToken], unk
     return spm.BYTE if is_byte else spm.NORMAL
 
 
-def _added_to_model(model: bytes, added: list[AddedToken]) -> list[AddedToken]:
-    """The added tokens that a sentencepiece model does not match by itself."""
+def _added_to_model(model: bytes, added: list[AddedToken]) -> tuple[bytes, list[AddedToken]]:
+    """The added tokens that a sentencepiece model does not match by itself. Those that are special
+    it must not: the library would find user-defined pieces, such as Gemma's <end_of_turn>, in what
+    a user types, and so they become control pieces."""
     pieces, kept = spm.parse(model).pieces, []
+    special = {token.id for token in added if token.control}
+    found = {index for index in special if index < len(pieces)}
+    found = {index for index in found if pieces[index].kind == spm.USER_DEFINED}
     for token in added:
         if token.id >= len(pieces):
             kept.append(token)
@@ -329,9 +334,9 @@ def _added_to_model(model: bytes, added: list[AddedToken]) -> list[AddedToken]:
                 f"tokenizer: added token {token.id} is {token.text!r}, but the sentencepiece model "
                 f"has {pieces[token.id].text!r} there"
             )
-        elif pieces[token.id].kind == spm.CONTROL:
+        elif pieces[token.id].kind in (spm.CONTROL, spm.UNKNOWN) or token.id in found:
             kept.append(token._replace(control=True))
-    return kept
+    return spm.with_controls(model, found) if found else model, kept
 
 
 def _require(content: dict) -> None:
@@ -366,7 +371,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer | None:
         else:
             _require(content)
             model = sentencepiece_from_json(content, added)
-        added = _added_to_model(model, added)
+        model, added = _added_to_model(model, added)
         return Tokenizer(model=model, added=added, system=system, add_bos=add_bos)
 
 

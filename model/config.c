@@ -9,8 +9,10 @@
 enum { CONFIG_BYTES = 448, LAYER_BYTES = 16 };
 
 static const char *const dtype_names[DTYPES] = {"f32", "bf16"};
-static const char *const chat_shape_names[CHAT_SHAPES] = {"none",  "llama2", "llama3", "chatml",
-                                                          "gemma", "phi3",   "zephyr", "mistral"};
+static const char *const chat_shape_names[CHAT_SHAPES] = {
+    "none",   "llama2",     "llama3",     "chatml",         "gemma",     "phi3",
+    "zephyr", "mistral",    "llama3_1",   "qwen3",          "phi4",      "phi4_mini",
+    "olmo",   "mistral_v1", "mistral_v3", "mistral_tekken", "mistral_v7"};
 
 size_t dtype_size(enum dtype dtype) {
     return dtype == F32 ? 4 : 2;
@@ -73,6 +75,7 @@ static const struct integer_field integer_fields[] = {
     INTEGER(add_bos, 192, 0, 1),
     INTEGER(stop_count, 204, 0, MAX_STOPS),
     INTEGER(chat_shape, 272, 0, CHAT_SHAPES - 1),
+    INTEGER(chat_bos, 276, 0, 1),
 };
 
 static const struct float_field {
@@ -127,8 +130,9 @@ static int read_ids(struct config *c, const unsigned char *data, struct error *e
     if ((code = read_id(&c->bos, data + 188, "bos", c->vocab, error))) return code;
     if ((code = read_id(&c->pad, data + 196, "pad", c->vocab, error))) return code;
     if ((code = read_id(&c->unk, data + 200, "unk", c->vocab, error))) return code;
-    if (c->add_bos && c->bos == NO_ID)
-        return fail(error, EXIT_BAD_FILE, "config: add_bos is 1, but bos is none");
+    if ((c->add_bos || c->chat_bos) && c->bos == NO_ID)
+        return fail(error, EXIT_BAD_FILE, "config: %s is 1, but bos is none",
+                    c->add_bos ? "add_bos" : "chat_bos");
     for (int i = 0; i < MAX_STOPS; i++) {
         if ((code = read_id(&c->stops[i], data + 208 + 4 * (size_t)i, "a stop", c->vocab, error)))
             return code;
@@ -206,7 +210,7 @@ int config_read(struct config *config, const unsigned char *data, uint64_t bytes
                     sizeof config->name);
     if (!is_printable(config->name))
         return fail(error, EXIT_BAD_FILE, "config: the name is not printable UTF-8");
-    for (int i = 276; i < CONFIG_BYTES; i++)
+    for (int i = 280; i < CONFIG_BYTES; i++)
         if (data[i]) return fail(error, EXIT_BAD_FILE, "config: unknown data at its byte %d", i);
     if ((code = read_fields(config, data, error))) return code;
     if ((code = check_fields(config, error))) return code;

@@ -26,6 +26,15 @@ enum chat_shape {
     CHAT_PHI3,
     CHAT_ZEPHYR,
     CHAT_MISTRAL,
+    CHAT_LLAMA3_1,
+    CHAT_QWEN3,
+    CHAT_PHI4,
+    CHAT_PHI4_MINI,
+    CHAT_OLMO,
+    CHAT_MISTRAL_V1,
+    CHAT_MISTRAL_V3,
+    CHAT_MISTRAL_TEKKEN,
+    CHAT_MISTRAL_V7,
     CHAT_SHAPES
 };
 
@@ -47,6 +56,7 @@ struct config {
     int32_t bos, pad, unk, stops[MAX_STOPS]; /* NO_ID: none */
     int add_bos, stop_count;
     enum chat_shape chat_shape;
+    int chat_bos; /* conversations begin with bos */
     struct {
         int window;     /* 0: all positions */
         int rope_table; /* NO_ID: no RoPE */

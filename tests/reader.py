@@ -19,6 +19,7 @@ FIELDS = (
     ("embed_scale", "f"), ("tied", "I"), ("experts", "I"), ("experts_used", "I"),
     ("experts_renormalised", "I"), ("bos", "I"), ("add_bos", "I"), ("pad", "I"), ("unk", "I"),
     ("stop_count", "I"), ("stops", "64s"), ("chat_shape", "I"),
+    ("chat_bos", "I"),
 )  # fmt: skip
 NO_ID = 0xFFFFFFFF
 

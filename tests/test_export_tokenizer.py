@@ -1,4 +1,4 @@
-"""Tokenizer sections as the exporter makes them from each kind of source, and the shape of a chat.
+"""Tokenizer sections as the exporter makes them from each kind of source.
 That the engine reads them as the makers' libraries would is in test_tokenizer.py."""
 
 import json
@@ -11,7 +11,6 @@ from golden import tiny
 from reader import read, read_section
 from tokenizer_data import DATA, need, unpacked
 
-from export import chat
 from export import sentencepiece_model as spm
 from export.__main__ import main
 from export.errors import ExportError
@@ -211,6 +210,26 @@ def test_sentencepiece_folder(tmp_path):
     hf(tmp_path, None, {"added_tokens_decoder": {"262": {"content": "<other>"}}})
     with pytest.raises(ExportError, match="added token 262 is b'<other>', but .* b'.*hel' there"):
         section_from_hf(tmp_path)
+
+
+def test_special_user_defined_pieces_become_control_pieces(tmp_path):
+    """The library would find them in any text."""
+    pieces = spm.parse(small_model()).pieces
+    users = [spm.Piece(text, 0, spm.USER_DEFINED) for text in (b"<turn>", b"<b>")]
+    before, after = spm.build([*pieces, *users]), spm.build([*pieces, *users], False)
+    decoder = {
+        str(len(pieces)): {"content": "<turn>", "special": True},
+        str(len(pieces) + 1): {"content": "<b>", "special": False},
+    }
+    hf(tmp_path, None, {"added_tokens_decoder": decoder})
+    (tmp_path / "tokenizer.model").write_bytes(before)
+    section = read_section(section_from_hf(tmp_path))
+    changed = [*pieces, users[0]._replace(kind=spm.CONTROL), users[1]]
+    assert section["model"] == spm.build(changed)
+    assert (len(pieces), 1, b"<turn>") in section["added"]
+    assert not any(text == b"<b>" for *_, text in section["added"])
+    assert spm.with_controls(after, {len(pieces)}) == spm.build(changed, False)
+    assert spm.with_controls(after, set()) == after
 
 
 def varint_field(number: int, value: int) -> bytes:
@@ -429,6 +448,7 @@ def test_more_ids_than_rows(tmp_path, capsys):
     folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tiny.tensors())
     hf(folder, content)
     assert main([str(folder), "-o", str(tmp_path / "model.bin")]) == 2
+    assert not (tmp_path / "model.bin").exists()
     assert "the tokenizer has 332 ids, but the model's vocabulary has 331 rows" in (
         capsys.readouterr().err
     )
@@ -439,58 +459,4 @@ def test_more_ids_than_rows(tmp_path, capsys):
     hf(folder, content, {"chat_template": "<|user|> <|end|>"})
     assert main([str(folder), "-o", str(tmp_path / "model.bin")]) == 0
     config = read(tmp_path / "model.bin").config
-    assert (config["vocab"], config["vocab_used"], config["chat_shape"]) == (331, 264, 5)
-
-
-@pytest.mark.parametrize(
-    ("template", "shape"),
-    [
-        ("", "none"),
-        ("{{ messages }}", "none"),
-        ("{{'<|im_start|>' + message['role']}}", "chatml"),
-        ("'<|start_header_id|>' + role + '<|end_header_id|>'", "llama3"),
-        ("{{'<start_of_turn>' + role}}", "gemma"),
-        ("'[INST] ' + '<<SYS>>'", "llama2"),
-        ("'[INST] ' + content", "mistral"),
-        ("'<|user|>\n' + content + '<|end|>'", "phi3"),
-        ("'<|user|>\n' + content + eos_token", "zephyr"),
-    ],
-)
-def test_chat_shapes(template, shape):
-    assert chat.shape_of(template) == shape
-    assert chat.SHAPES[shape] in range(8)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ '<|im_start|>system\nYou are S.<|im_end|>\n' }}", "You are S."),
-        (
-            "{{- '<|im_start|>system\\nYou\\'re \\\"Q\\\".\\nYes.<|im_end|>\\n' }}",
-            'You\'re "Q".\nYes.',
-        ),
-        ("{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>' }}", ""),
-        ("{{ '<|im_start|>system\n' }}{{ 'x' }}<|im_end|>", ""),
-        ("{{ '<|im_start|>user\nYou are S.<|im_end|>' }}", ""),
-        ("<|start_header_id|><|im_end|>", ""),
-    ],
-)
-def test_default_system(template, message):
-    assert chat.default_system(template) == message
-
-
-def test_template_files(tmp_path):
-    hf(tmp_path, None, {"chat_template": "one"})
-    assert chat.template_from_hf(tmp_path) == "one"
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
-    hf(tmp_path, None, {"chat_template": named})
-    assert chat.template_from_hf(tmp_path) == "two"
-    (tmp_path / "chat_template.json").write_text('{"chat_template": "three"}')
-    assert chat.template_from_hf(tmp_path) == "three"
-    (tmp_path / "chat_template.jinja").write_text("four")
-    assert chat.template_from_hf(tmp_path) == "four"
-    for odd in (7, [7], [{"name": "default", "template": 7}], {"a": 1}):
-        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-        (tmp_path / "chat_template.json").unlink(missing_ok=True)
-        hf(tmp_path, None, {"chat_template": odd})
-        assert chat.template_from_hf(tmp_path) == ""
+    assert (config["vocab"], config["vocab_used"], config["chat_shape"]) == (331, 264, 11)

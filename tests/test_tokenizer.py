@@ -1,6 +1,8 @@
 """The tokenizer against the library of each vocabulary's makers, through tests/tokenize.c."""
 
+import json
 import random
+import re
 import struct
 import unicodedata
 
@@ -29,7 +31,7 @@ def test_golden(driver, name, golden):
     assert [row for row in zip(texts, ours, expected, strict=True) if row[1] != row[2]] == []
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "smollm2", "llama2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "smollm2", "gpt2", "llama2", "gemma3"])
 def test_against_the_makers_library(driver, name):
     texts = data.random_texts(SEED, 20000)
     theirs = data.reference(name)(texts)
@@ -43,6 +45,28 @@ def test_against_the_makers_library(driver, name):
     if name == "qwen3":
         expected = [unicodedata.normalize("NFC", text).encode() for text in texts]
         assert [back for _, back in results] == expected, f"seed {SEED}"
+        assert sum(text.encode() != nfc for text, nfc in zip(texts, expected, strict=True)) > 4000
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3"])
+def test_added_tokens_between(driver, name):
+    """Every kind that the tokenizer has, special or not, Gemma's runs of newlines among them; but
+    U+2581 itself in a text: sentencepiece takes it for a space, and tokenizers does not."""
+    content = json.loads((data.unpacked(name) / "tokenizer.json").read_text())
+    tokens = [item["content"] for item in content["added_tokens"]]
+    tokens = [text for text in tokens if not re.search("unused|reserved|\u2581", text)]
+    choose = random.Random(SEED)
+    texts = []
+    for text in data.random_texts(SEED + 2, 10000):
+        parts = [
+            text,
+            *choose.choices(tokens, k=choose.randint(1, 4)),
+            *choose.choices(" \n<x", k=2),
+        ]
+        choose.shuffle(parts)
+        texts.append("".join(parts))
+    found = driver(name)([text.encode() for text in texts], special=True)
+    assert first_difference(texts, found, data.reference(name)(texts), SEED + 2) is None
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "llama3", "qwen2", "o200k", "tekken"])

@@ -1,8 +1,11 @@
 /* Drives the tokenizer for the Python tests: tokenize SECTION VOCAB [plain|special [decode]]
+ *                                            tokenize SECTION VOCAB chat SHAPE BOS
  *
  * Reads texts from stdin, each as u32 length and bytes; writes for each u32 count and i32 ids, and
- * with `decode` u32 length and the bytes that the decoder makes of those ids. All little-endian. */
-#include "tokenizer/tokenizer.h"
+ * with `decode` u32 length and the bytes that the decoder makes of those ids. With `chat` it reads
+ * conversations, each as u32 number of messages and for each message u32 role, u32 length and bytes.
+ * All little-endian. */
+#include "tokenizer/chat.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,6 +49,45 @@ static void write_decoded(const struct tokenizer *tokenizer, const struct ids *i
     free(text);
 }
 
+static void write_ids(const struct ids *ids) {
+    uint32_t count = (uint32_t)ids->count;
+    fwrite(&count, sizeof count, 1, stdout);
+    if (count > 0) fwrite(ids->id, sizeof *ids->id, count, stdout);
+}
+
+enum { MOST_MESSAGES = 64 };
+
+/* The text is on the heap, without a zero at the end: AddressSanitizer finds a read beyond it. */
+static bool read_message(struct chat_message *message) {
+    uint32_t role = 0, length = 0;
+    if (fread(&role, sizeof role, 1, stdin) != 1 || fread(&length, sizeof length, 1, stdin) != 1)
+        return false;
+    char *text = malloc(length > 0 ? length : 1);
+    *message = (struct chat_message){(enum chat_role)role, text, length};
+    return text && fread(text, 1, length, stdin) == length;
+}
+
+static int converse(struct tokenizer *tokenizer, enum chat_shape shape, int32_t bos) {
+    uint32_t count = 0;
+    int code = 0;
+    struct error error;
+    while (!code && fread(&count, sizeof count, 1, stdin) == 1) {
+        struct chat_message message[MOST_MESSAGES] = {0};
+        bool good = count <= MOST_MESSAGES;
+        for (uint32_t i = 0; good && i < count; i++) good = read_message(&message[i]);
+        if (!good) return EXIT_USAGE;
+        struct ids ids = {0};
+        code = chat_encode(tokenizer, shape, bos, message, (int)count, &ids, &error);
+        if (code)
+            failed(&error);
+        else
+            write_ids(&ids);
+        for (uint32_t i = 0; i < count; i++) free((char *)message[i].text);
+        free(ids.id);
+    }
+    return code;
+}
+
 static int run(struct tokenizer *tokenizer, bool special, bool decode) {
     uint32_t length = 0;
     struct error error;
@@ -62,9 +104,7 @@ static int run(struct tokenizer *tokenizer, bool special, bool decode) {
             free(ids.id);
             return failed(&error);
         }
-        uint32_t count = (uint32_t)ids.count;
-        fwrite(&count, sizeof count, 1, stdout);
-        if (count > 0) fwrite(ids.id, sizeof *ids.id, count, stdout);
+        write_ids(&ids);
         if (decode) write_decoded(tokenizer, &ids);
         free(ids.id);
     }
@@ -73,7 +113,7 @@ static int run(struct tokenizer *tokenizer, bool special, bool decode) {
 
 int main(int argc, char **argv) {
     if (argc < 3) {
-        fprintf(stderr, "usage: tokenize SECTION VOCAB [plain|special [decode]]\n");
+        fprintf(stderr, "usage: tokenize SECTION VOCAB [plain|special [decode]|chat SHAPE BOS]\n");
         return EXIT_USAGE;
     }
     size_t bytes = 0;
@@ -87,8 +127,11 @@ int main(int argc, char **argv) {
     int code = tokenizer_open(&tokenizer, section, bytes, atoi(argv[2]), &error);
     free(section);
     if (code) return failed(&error);
-    code = run(tokenizer, argc > 3 && !strcmp(argv[3], "special"),
-               argc > 4 && !strcmp(argv[4], "decode"));
+    if (argc > 5 && !strcmp(argv[3], "chat"))
+        code = converse(tokenizer, (enum chat_shape)atoi(argv[4]), (int32_t)atoi(argv[5]));
+    else
+        code = run(tokenizer, argc > 3 && !strcmp(argv[3], "special"),
+                   argc > 4 && !strcmp(argv[4], "decode"));
     tokenizer_close(tokenizer);
     return code;
 }

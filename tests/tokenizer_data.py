@@ -61,7 +61,8 @@ def section(name: str) -> bytes:
         return tokenizer.section_from_gguf(gguf_reader(DATA / "tokenizers" / "gpt2-vocab.gguf"))
     if name == "smollm2":
         return tokenizer.section_from_gguf(gguf_reader(SMOLLM2))
-    return tokenizer.section_from_hf(unpacked(name))
+    # The published folder called llama2 has Mistral's vocabulary.
+    return tokenizer.section_from_hf(unpacked("llama2" if name == "mistral" else name))
 
 
 def smollm2_reference():
@@ -81,14 +82,17 @@ def smollm2_reference():
     return reference
 
 
-def gpt2_reference(regex: str):
-    """GPT-2's vocabulary behind another pre-split."""
+def gpt2_reference(regex: str | None):
+    """GPT-2's vocabulary behind another pre-split; None: behind its own."""
     tokenizers = pytest.importorskip("tokenizers")
     fields = gguf_reader(DATA / "tokenizers" / "gpt2-vocab.gguf").fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
     vocab = {text: index for index, text in enumerate(tokens)}
     reference = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    if regex is None:
+        reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return reference
     reference.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(regex), "isolated"),
@@ -107,6 +111,8 @@ def reference(name: str):
         return library.SentencePieceProcessor(str(path)).encode
     if name == "smollm2":
         tokenizer = smollm2_reference()
+    elif name == "gpt2":
+        tokenizer = gpt2_reference(None)
     else:
         library = pytest.importorskip("tokenizers")
         tokenizer = library.Tokenizer.from_file(str(unpacked(name) / "tokenizer.json"))
@@ -146,6 +152,21 @@ class Driver:
         assert done.returncode == 0 and done.stderr == b"", (done.returncode, done.stderr)
         return self._split(done.stdout, len(texts), decode)
 
+    def chats(self, chats: list[list], shape: int, bos: int | None) -> list[list[int]]:
+        """The ids of conversations: lists of role and text."""
+        roles = ("system", "user", "assistant")
+        content = bytearray()
+        for messages in chats:
+            content += struct.pack("<I", len(messages))
+            for role, text in messages:
+                encoded = text if isinstance(text, bytes) else text.encode()
+                content += struct.pack("<2I", roles.index(role), len(encoded)) + encoded
+        bos = -1 if bos is None else bos
+        command = [self.program, self.path, str(self.vocab), "chat", str(shape), str(bos)]
+        done = subprocess.run(command, input=content, capture_output=True, check=False)
+        assert done.returncode == 0 and done.stderr == b"", (done.returncode, done.stderr)
+        return self._split(done.stdout, len(chats), decode=False)
+
     @staticmethod
     def _split(output: bytes, count: int, decode: bool) -> list:
         at, results = 0, []
@@ -184,6 +205,7 @@ WORDS = (
     "हिन्दी", "ไทย", "العربية", "עברית", "日本語", "ელ", "ՀԱՅ", "a\u0323\u0301",
     "\u1100\u1161\u11a8", "ǅ", "ʰ", "ª", "ß", "İ", "ı", "Ⅻ", "①", "🄰", "K",
 )  # fmt: skip
+VIETNAMESE = "ăâđêôơưắằẳẵặấầẩẫậếềểễệốồổỗộớờởỡợứừửữựỳỵỷỹ"
 EMOJI = ("😀", "👩\u200d🚀", "🏽", "❤\ufe0f", "🇩🇪", "✅", "☃", "🏴\U000e0067\U000e007f")
 
 
@@ -198,6 +220,12 @@ def is_settled(character: int) -> bool:
 def _any_of(choose: random.Random, low: int, high: int, count: int) -> str:
     points = (choose.randrange(low, high) for _ in range(count))
     return "".join(chr(point) for point in points if is_settled(point))
+
+
+def _decomposed(choose: random.Random, text: str) -> str:
+    """With its marks apart, and sometimes in another order or cut off."""
+    marked = unicodedata.normalize(choose.choice(("NFD", "NFKD")), text)
+    return marked[: choose.choice((-1, None))] + choose.choice(("", "", "\u0323", "\u0301\u0323"))
 
 
 def _stretch(choose: random.Random) -> str:
@@ -216,6 +244,10 @@ def _stretch(choose: random.Random) -> str:
         lambda: choose.choice(("\r\n", "\n\n", " \n", "\n ", "\t\n", "\n\t ")) * count,
         lambda: _any_of(choose, 0, 0x110000, count),
         lambda: _any_of(choose, 0xA0, 0x2000, count),
+        lambda: _decomposed(choose, "".join(choose.choices(VIETNAMESE + "abc ", k=count))),
+        lambda: _decomposed(choose, _any_of(choose, 0xAC00, 0xD7A4, count)),
+        lambda: _decomposed(choose, _any_of(choose, 0xC0, 0x1F00, count)),
+        lambda: _any_of(choose, 0x1100, 0x11FA, count),
         lambda: choose.choice(WORDS),
         lambda: " " + choose.choice(WORDS),
         lambda: "".join(choose.choices("!?.,;:()[]{}<>/\\|-_=+*&^%$#@~`\"'", k=count)),

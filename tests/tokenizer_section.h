@@ -38,12 +38,12 @@ static const char *const tiny_pieces[TINY_PIECES - 256] = {
 
 enum { CONTROL = 1, STRIP_LEFT = 2, STRIP_RIGHT = 4 };
 enum { TINY_VOCAB = TINY_PIECES + 16 };
-enum { START = TINY_PIECES, STARTING, PLAIN, LEFT, RIGHT, BOTH, PLAIN_AGAIN };
+enum { START = TINY_PIECES, STARTING, PLAIN, LEFT, RIGHT, BOTH, PLAIN_AGAIN, FINISH };
 static const struct tiny_token tiny_added[] = {
     {START, CONTROL, "<s>"},     {STARTING, CONTROL, "<s>tarting"},
     {PLAIN, 0, "<p>"},           {LEFT, STRIP_LEFT, "<l>"},
     {RIGHT, STRIP_RIGHT, "<r>"}, {BOTH, CONTROL | STRIP_LEFT | STRIP_RIGHT, "<b>"},
-    {PLAIN_AGAIN, 0, "<p>"},
+    {PLAIN_AGAIN, 0, "<p>"},     {FINISH, CONTROL, "</s>"},
 };
 enum { TINY_ADDED = sizeof tiny_added / sizeof tiny_added[0] };
 #define TINY_SYSTEM "You are small."
@@ -134,7 +134,7 @@ static inline void tiny_sp_model(struct section_bytes *out, int dummy_prefix) {
     out->count = 0;
     put_piece(out, "<unknown>", 0, 2);
     put_piece(out, "<s>", 0, 3);
-    put_piece(out, "</s>", 0, 3);
+    put_piece(out, "</e>", 0, 3);
     for (unsigned byte = 0; byte < 256; byte++) {
         char text[16];
         snprintf(text, sizeof text, "<0x%02X>", byte & 0xffu);

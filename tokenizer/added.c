@@ -1,5 +1,7 @@
 #include "tokenizer/added.h"
 
+#include "tokenizer/white_space.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,16 +59,16 @@ static int32_t lower_bound(const struct added *added, int32_t low, int32_t high,
     return low;
 }
 
-/* The longest token at text[0..bytes), or NULL: the range of tokens that share the bytes read so
- * far narrows with each byte. */
+/* The longest token at text[0..bytes), a control token only in the first special_bytes, or NULL: the
+ * range of tokens that share the bytes read so far narrows with each byte. */
 static const struct section_added *longest(const struct added *added, const char *text,
-                                           size_t bytes, bool parse_special) {
+                                           size_t bytes, size_t special_bytes) {
     const struct section_added *best = NULL;
     int32_t low = added->first[(unsigned char)text[0]];
     int32_t high = added->first[(unsigned char)text[0] + 1];
     for (uint32_t depth = 1; low < high; depth++) {
         if (added->token[low]->bytes == depth) {
-            if (parse_special || !added->token[low]->control) best = added->token[low];
+            if (depth <= special_bytes || !added->token[low]->control) best = added->token[low];
             low++;
         }
         if (depth == bytes || low == high) break;
@@ -79,39 +81,14 @@ static const struct section_added *longest(const struct added *added, const char
     return best;
 }
 
-/* The characters with the Unicode property White_Space. */
-static const char *const white_space[] = {
-    "\t",           "\n",           "\v",           "\f",           "\r",           " ",
-    "\xc2\x85",     "\xc2\xa0",     "\xe1\x9a\x80", "\xe2\x80\x80", "\xe2\x80\x81", "\xe2\x80\x82",
-    "\xe2\x80\x83", "\xe2\x80\x84", "\xe2\x80\x85", "\xe2\x80\x86", "\xe2\x80\x87", "\xe2\x80\x88",
-    "\xe2\x80\x89", "\xe2\x80\x8a", "\xe2\x80\xa8", "\xe2\x80\xa9", "\xe2\x80\xaf", "\xe2\x81\x9f",
-    "\xe3\x80\x80"};
-enum { WHITE_SPACES = sizeof white_space / sizeof white_space[0] };
-
-/* Bytes of the white space that ends (before) or starts (after) at text[at]; 0: there is none. */
-static size_t white_before(const char *text, size_t from, size_t at) {
-    for (int i = 0; i < WHITE_SPACES; i++) {
-        size_t bytes = strlen(white_space[i]);
-        if (at - from >= bytes && !memcmp(text + at - bytes, white_space[i], bytes)) return bytes;
-    }
-    return 0;
-}
-
-static size_t white_after(const char *text, size_t at, size_t end) {
-    for (int i = 0; i < WHITE_SPACES; i++) {
-        size_t bytes = strlen(white_space[i]);
-        if (end - at >= bytes && !memcmp(text + at, white_space[i], bytes)) return bytes;
-    }
-    return 0;
-}
-
 bool added_find(const struct added *added, const char *text, size_t bytes, size_t from,
-                bool parse_special, struct added_match *match) {
+                const struct text_part **part, struct added_match *match) {
     if (added->count == 0) return false;
-    const bool *starts = added->starts[parse_special];
     for (size_t at = from; at < bytes; at++) {
-        if (!starts[(unsigned char)text[at]]) continue;
-        const struct section_added *token = longest(added, text + at, bytes - at, parse_special);
+        while ((*part)->end <= at) ++*part;
+        if (!added->starts[(*part)->parse_special][(unsigned char)text[at]]) continue;
+        size_t special_bytes = (*part)->parse_special ? (*part)->end - at : 0;
+        const struct section_added *token = longest(added, text + at, bytes - at, special_bytes);
         if (!token) continue;
         match->id = token->id;
         match->start = at;

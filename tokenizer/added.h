@@ -4,6 +4,7 @@
 
 #include "model/error.h"
 #include "tokenizer/section.h"
+#include "tokenizer/tokenizer.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -28,9 +29,10 @@ int added_open(struct added *added, const struct section *section, struct error 
 void added_close(struct added *added);
 
 /* The leftmost match in text[from..bytes), and the longest at its place. Control tokens match only
- * where parse_special. Time: a step per byte of the
- * text, and where a token may start as many as the longest token shares bytes with the text. */
+ * inside of a part that says parse_special. *part holds text[from] or comes before the part that
+ * does, and moves on with the search. Time: a step per byte of the text, and where a token may start
+ * as many as the longest token shares bytes with the text. */
 bool added_find(const struct added *added, const char *text, size_t bytes, size_t from,
-                bool parse_special, struct added_match *match);
+                const struct text_part **part, struct added_match *match);
 
 #endif

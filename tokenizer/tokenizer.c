@@ -181,21 +181,37 @@ static int encode_between(struct tokenizer *tokenizer, const char *text, size_t 
     return code;
 }
 
-int tokenizer_encode(struct tokenizer *tokenizer, const char *text, size_t bytes,
-                     bool parse_special, struct ids *ids, struct error *error) {
+/* space_each: before each stretch between added tokens that starts with none, else before text[0]. */
+static int encode_parts(struct tokenizer *tokenizer, const char *text, size_t bytes,
+                        const struct text_part *part, bool space_each, struct ids *ids,
+                        struct error *error) {
     if (bytes > MAX_TEXT)
         return fail(error, EXIT_USAGE, "tokenizer: a text of %zu bytes; at most %d", bytes,
                     MAX_TEXT);
-    size_t done = 0;
-    struct added_match match;
-    while (added_find(&tokenizer->added, text, bytes, done, parse_special, &match)) {
-        int code =
-            encode_between(tokenizer, text + done, match.start - done, done == 0, ids, error);
-        if (!code) code = ids_append(ids, match.id, error);
+    struct added_match match = {0};
+    bool found = true;
+    for (size_t done = 0; found; done = match.end) {
+        found = added_find(&tokenizer->added, text, bytes, done, &part, &match);
+        size_t end = found ? match.start : bytes;
+        bool space = space_each ? end > done && text[done] != ' ' : done == 0;
+        int code = encode_between(tokenizer, text + done, end - done, space, ids, error);
+        if (!code && found) code = ids_append(ids, match.id, error);
         if (code) return code;
-        done = match.end;
     }
-    return encode_between(tokenizer, text + done, bytes - done, done == 0, ids, error);
+    return 0;
+}
+
+int tokenizer_encode(struct tokenizer *tokenizer, const char *text, size_t bytes,
+                     bool parse_special, struct ids *ids, struct error *error) {
+    const struct text_part all = {bytes, parse_special};
+    return encode_parts(tokenizer, text, bytes, &all, false, ids, error);
+}
+
+int tokenizer_encode_parts(struct tokenizer *tokenizer, const char *text,
+                           const struct text_part *part, int parts, struct ids *ids,
+                           struct error *error) {
+    return encode_parts(tokenizer, text, parts > 0 ? part[parts - 1].end : 0, part, true, ids,
+                        error);
 }
 
 static const struct entry *entry_of(const struct tokenizer *tokenizer, int32_t id) {

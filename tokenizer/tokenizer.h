@@ -37,6 +37,20 @@ enum { MAX_TEXT = 1 << 28 }; /* bytes of a text to encode */
 int tokenizer_encode(struct tokenizer *tokenizer, const char *text, size_t bytes,
                      bool parse_special, struct ids *ids, struct error *error);
 
+/* A part of a text: text[..end), from where the one before it ends. */
+struct text_part {
+    size_t end;
+    bool parse_special;
+};
+
+/* As tokenizer_encode, for a text of which some parts may name control tokens and others may not:
+ * a chat template with what was typed between. The last part ends where the text does. The space of
+ * sentencepiece models comes before each stretch between added tokens that does not start with one,
+ * as transformers has it. */
+int tokenizer_encode_parts(struct tokenizer *tokenizer, const char *text,
+                           const struct text_part *part, int parts, struct ids *ids,
+                           struct error *error);
+
 /* Appends one id. EXIT_MEMORY. */
 int ids_append(struct ids *ids, int32_t id, struct error *error);
 
