@@ -34,9 +34,9 @@ static bool has_wgmma(const struct engine *e) {
 
 /* Whether whoever writes x prepares the norm of the product after it, since all products of the
  * step are cuda_matmul_hopper's, which takes every width of a model. A norm's kernel would cost
- * a stream of weights 3 us, and a prompt 2 % for x once more through memory. */
+ * a stream of weights 3 us, and a prompt 2 % for x once more through memory. LayerNorms have one. */
 static bool prepares(const struct engine *e, int T) {
-    return has_wgmma(e) && !streams(e, T);
+    return has_wgmma(e) && !streams(e, T) && e->config->norm == RMS_NORM;
 }
 
 static void multiply(const struct engine *e, const struct product *p) {
@@ -53,9 +53,9 @@ static void multiply(const struct engine *e, const struct product *p) {
         cuda_matmul(b, p);
 }
 
-/* W [N, K] against the norm of T rows of x from `first` on, or against x where gamma is NULL. Its first half
+/* W [N, K] against the norm of T rows of x from `first` on, or against x where there is none. Its first half
  * may be there already; else it is made. */
-static struct product product_of_norm(struct engine *e, const float *gamma, int first,
+static struct product product_of_norm(struct engine *e, struct norm_weights norm, int first,
                                       const void *W, int T, int N) {
     struct cuda_backend *b = backend_of(e);
     struct product p = {};
@@ -66,20 +66,20 @@ static struct product product_of_norm(struct engine *e, const float *gamma, int 
     p.W = W;
     p.in = engine_region(e, REGION_PANELS);
     p.in_rows = plan_device_rows(&e->plan.limits);
-    const bool ready = b->normed.gamma == gamma && first + T <= b->normed.rows;
+    const bool ready = b->normed.gamma == norm.gamma && first + T <= b->normed.rows;
     if (ready) {
         p.in = (const char *)p.in + (size_t)first * (size_t)p.K * dtype_size(p.dtype);
         p.in_rows -= first;
     } else {
         b->normed.rows = 0; /* of REGION_PANELS */
-        cuda_norm(e, gamma, first, T);
+        cuda_norm(e, norm, first, T);
     }
-    if (ready && gamma) {
+    if (ready && norm.gamma) {
         p.squares = (const float *)engine_region(e, REGION_SQUARES) + first;
         p.parts = b->normed.parts;
         p.squares_stride = b->normed.stride;
         p.eps = e->config->norm_eps;
-    } else if (gamma) {
+    } else if (norm.gamma && !norm.bias) {
         p.scale = (const float *)engine_region(e, REGION_SCALES);
     }
     return p;
@@ -135,7 +135,8 @@ static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
         return;
     }
     const int N = (c->heads + 2 * c->kv_heads) * c->head_dim;
-    struct product p = product_of_norm(e, w->norm_attention, 0, w->qkv, rows.count, N);
+    struct product p =
+        product_of_norm(e, {w->norm_attention, w->norm_attention_bias}, 0, w->qkv, rows.count, N);
     p.epilogue = EPILOGUE_QKV;
     p.heads = cuda_heads(e, layer);
     if (c->qk_norm == QK_NORM_NONE && has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
@@ -206,6 +207,7 @@ static const float *norm_after(const struct engine *e, int layer, enum projectio
 static void cuda_project(struct engine *e, int layer, enum projection which, struct rows rows) {
     const struct config *c = e->config;
     struct cuda_backend *b = backend_of(e);
+    const struct layer_weights *w = &e->layer[layer];
     const bool out = which == ATTENTION_OUT;
     b->normed.rows = 0;
     if (streams(e, rows.count)) {
@@ -218,18 +220,19 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     p.T = rows.count;
     p.N = c->width;
     p.K = out ? c->heads * c->head_dim : c->ffn;
-    p.W = out ? e->layer[layer].out : e->layer[layer].down;
+    p.W = out ? w->out : w->down;
     p.in = engine_region(e, out ? REGION_A : REGION_H);
     p.in_rows = plan_device_rows(&e->plan.limits);
     p.y_stride = c->width;
-    const float *after = out ? e->layer[layer].after_attention : e->layer[layer].after_ffn;
-    if (after) {
+    const struct after after =
+        out ? (struct after){w->out_bias, {w->after_attention, w->after_attention_bias}}
+            : (struct after){w->down_bias, {w->after_ffn, w->after_ffn_bias}};
+    if (after.bias || after.norm.gamma) {
         p.epilogue = EPILOGUE_STORE;
         p.y = (float *)engine_region(e, REGION_QKV);
         multiply(e, &p);
         const struct prepared next = prepare(e, rows.count, norm_after(e, layer, which));
-        cuda_add_normed(e, rows.count, (const float *)engine_region(e, REGION_X), p.y, after,
-                        &next);
+        cuda_add(e, rows.count, (const float *)engine_region(e, REGION_X), p.y, after, &next);
         return;
     }
     p.y = (float *)engine_region(e, REGION_X);
@@ -247,16 +250,26 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
 }
 
 static void cuda_gate_up(struct engine *e, int layer, struct rows rows) {
+    const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[layer];
     if (streams(e, rows.count)) {
         cuda_decode_gate_up(e, layer);
         return;
     }
+    const int N = (c->gated ? 2 : 1) * c->ffn;
     struct product p =
-        product_of_norm(e, w->norm_ffn, 0, w->gate_up, rows.count, 2 * e->config->ffn);
+        product_of_norm(e, {w->norm_ffn, w->norm_ffn_bias}, 0, w->gate_up, rows.count, N);
+    if (!c->gated || c->ffn_bias || c->activation == GELU) {
+        p.epilogue = EPILOGUE_STORE;
+        p.y = (float *)engine_region(e, REGION_QKV);
+        p.y_stride = N;
+        multiply(e, &p);
+        cuda_activate(e, layer, rows.count);
+        return;
+    }
     p.epilogue = EPILOGUE_ACTIVATE;
     p.h = engine_region(e, REGION_H);
-    p.activation = e->config->activation;
+    p.activation = c->activation;
     multiply(e, &p);
 }
 
@@ -266,8 +279,9 @@ static void cuda_classify(struct engine *e, struct rows rows) {
     if (streams(e, rows.count)) {
         cuda_decode_classify(e);
     } else {
-        struct product p = product_of_norm(e, e->norm_final, rows.count - rows.classified,
-                                           e->classifier, rows.classified, c->vocab_used);
+        struct product p =
+            product_of_norm(e, {e->norm_final, e->norm_final_bias}, rows.count - rows.classified,
+                            e->classifier, rows.classified, c->vocab_used);
         p.epilogue = EPILOGUE_STORE;
         p.y = (float *)engine_region(e, REGION_LOGITS);
         p.y_stride = c->vocab;

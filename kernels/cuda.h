@@ -224,10 +224,16 @@ void cuda_decode_settle(struct engine *e);
 
 /* ---- rows (cuda_rows.cu) ---- */
 
+/* A norm's weights f32 [C], gamma NULL: there is no norm; and of a LayerNorm its bias f32 [C], NULL: it is an
+ * RMSNorm. */
+struct norm_weights {
+    const float *gamma, *bias;
+};
+
 /* in = m [T, C] = x gamma, rounded, into REGION_PANELS; scale[t] = 1 / sqrt(mean(x^2) + eps) into
- * REGION_SCALES: the norm's second half is a factor of the finished sums. first: row of X. gamma NULL: x
- * itself. */
-void cuda_norm(struct engine *e, const float *gamma, int first, int count);
+ * REGION_SCALES: the norm's second half is a factor of the finished sums. Without a norm in = x, and a
+ * LayerNorm is in as a whole; neither has a scale. first: row of X. */
+void cuda_norm(struct engine *e, struct norm_weights norm, int first, int count);
 
 /* The same for the product after it, by the kernel that writes x: x gamma into REGION_PANELS, one part of
  * the sums of squares into REGION_SQUARES (struct product says how). */
@@ -240,9 +246,18 @@ struct prepared {
 /* x = embeddings, and REGION_ROPE. */
 void cuda_embed_rows(struct engine *e, struct rows rows, const struct prepared *next);
 
-/* x = from + RMSNorm(y) of rows of f32 [T, C]; from may be x. */
-void cuda_add_normed(struct engine *e, int rows, const float *from, const float *y,
-                     const float *gamma, const struct prepared *next);
+/* What follows a product before x takes it: bias f32 [C] or NULL, and a norm. */
+struct after {
+    const float *bias;
+    struct norm_weights norm;
+};
+
+/* x = from + norm(y + bias) of rows of f32 [T, C]; from may be x. */
+void cuda_add(struct engine *e, int rows, const float *from, const float *y, struct after after,
+              const struct prepared *next);
+
+/* REGION_QKV, f32 [T, 2F] or where it is not gated [T, F] -> bias, activation -> REGION_H. */
+void cuda_activate(struct engine *e, int layer, int rows);
 
 /* logits[classified, V] = cap tanh(logits / cap). */
 void cuda_cap_logits(struct engine *e, struct rows rows);

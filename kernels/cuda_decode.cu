@@ -186,12 +186,15 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
                 std::max(shared, least), p);
 }
 
-/* The form by K. Slices: few for short rows, whose lanes would idle. Rows: stages of some 16 KB. */
+/* The form by K. Slices: few for short rows, whose lanes would idle; after a norm four at least, or each
+ * lane had more inputs to read before it can begin. Rows: stages of some 16 KB. */
 template <mode M, bool AFTER>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least) {
-    if (p.K <= 1024) return launch_form<M, AFTER, form<2, 2, 4, 2>>(b, p, ring, least);
-    if (p.K <= 1536 && M == PROJECT)
-        return launch_form<PROJECT, AFTER, form<2, 3, 2>>(b, p, ring, least);
+    if constexpr (M == PROJECT) {
+        if (p.K <= 1024) return launch_form<M, AFTER, form<2, 2, 4, 2>>(b, p, ring, least);
+        if (p.K <= 1536) return launch_form<M, AFTER, form<2, 3, 2>>(b, p, ring, least);
+    }
+    if (p.K <= 1024) return launch_form<M, AFTER, form<4, 1, 4>>(b, p, ring, least);
     if (p.K <= 2048) return launch_form<M, AFTER, form<8, 1, 4>>(b, p, ring, least);
     if (p.K <= 4096) return launch_form<M, AFTER, form<8, 2, 2>>(b, p, ring, least);
     if (p.K <= 6144) return launch_form<M, AFTER, form<8, 3, 1>>(b, p, ring, least);
@@ -245,7 +248,9 @@ stream normed(const struct engine *e, const void *W, const float *gamma) {
 } // namespace
 
 bool cuda_decode_takes(const struct config *c) {
-    return c->width <= 8192 && c->heads * c->head_dim <= 28672 && c->ffn <= 28672;
+    const bool known =
+        c->norm == RMS_NORM && !c->out_bias && !c->ffn_bias && c->gated && c->activation != GELU;
+    return known && c->width <= 8192 && c->heads * c->head_dim <= 28672 && c->ffn <= 28672;
 }
 
 void cuda_decode_qkv(struct engine *e, int layer) {
@@ -310,7 +315,7 @@ void cuda_decode_settle(struct engine *e) {
     if (b->pending.raw) cuda_finish_heads(e, b->pending.layer, (struct rows){1, 0});
     b->pending.raw = false;
     if (!b->pending.product) return;
-    cuda_add_normed(e, 1, place_of_x(e, b->pending.moved), b->pending.product, b->pending.gamma,
-                    &nothing);
+    cuda_add(e, 1, place_of_x(e, b->pending.moved), b->pending.product,
+             {NULL, {b->pending.gamma, NULL}}, &nothing);
     b->pending = {};
 }

@@ -38,24 +38,12 @@ int cuda_report(const struct cuda_backend *b, struct error *error) {
 
 /* ---- the device ---- */
 
-/* What the model needs and the CPU alone has; NULL: nothing. */
-static const char *lacking(const struct config *c) {
-    if (c->activation == GELU) return "GELU by erf";
-    if (c->norm != RMS_NORM) return "LayerNorm";
-    if (c->out_bias || c->ffn_bias) return "biases after attention and in the feed-forward part";
-    if (!c->gated) return "feed-forward part without gate";
-    if (c->learned_positions) return "learned positions";
-    return NULL;
-}
-
 bool cuda_usable(const struct config *config, int number, char why[160]) {
     int count = 0, major = 0, driver = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (config && config->head_dim > CUDA_LARGEST_HEAD)
         snprintf(why, 160, "heads of %d dimensions: on a GPU at most %d can be run",
                  config->head_dim, CUDA_LARGEST_HEAD);
-    else if (config && lacking(config))
-        snprintf(why, 160, "the GPU's kernels have no %s yet", lacking(config));
     else if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         snprintf(why, 160, "no NVIDIA driver is installed");
     else if (status != cudaSuccess)

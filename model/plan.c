@@ -39,8 +39,12 @@ static void region_sizes(uint64_t bytes[REGIONS], const struct config *c, uint64
     const uint64_t width = (uint64_t)c->width, head_dim = (uint64_t)c->head_dim;
     const uint64_t heads = (uint64_t)c->heads, kv_heads = (uint64_t)c->kv_heads;
     const uint64_t ffn = (uint64_t)c->ffn, rows = (uint64_t)limits.chunk;
-    /* A product whose norm comes after it takes the place of q, k and v. */
-    const uint64_t product = c->norm_placement == NORM_BEFORE ? 0 : width;
+    /* A product whose bias or norm comes after it takes the place of q, k and v; on a device also gate and up
+     * where their activation does. */
+    const bool biased = limits.device && (c->out_bias || c->ffn_bias);
+    const bool after = c->norm_placement != NORM_BEFORE || biased;
+    const bool apart = limits.device && (!c->gated || c->ffn_bias || c->activation == GELU);
+    const uint64_t product = max(after ? width : 0, apart ? (c->gated ? 2 : 1) * ffn : 0);
     const uint64_t positions = (uint64_t)limits.context;
     const uint64_t caches = (uint64_t)c->layers * (uint64_t)limits.slots * kv_heads;
     const uint64_t m = dtype_size(c->weight_dtype);

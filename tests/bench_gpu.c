@@ -1,8 +1,8 @@
 /* Times the CUDA backend on whole models with random weights.
  *
- *   bench_gpu [8B|Qwen3-8B|... (bench_models.h)] [--decode] [--steps] [--prefill] [--operators]
+ *   bench_gpu [8B|Qwen3-8B|... (bench_models.h)] [--decode] [--steps] [--prefill] [--operators] [2048 ...]
  *
- * Without names some models, without flags all of it. A share is of the roof (ops->roof) measured in the
+ * Without names some models, without flags all of it, without numbers prompts of every length. A share is of the roof (ops->roof) measured in the
  * same run: of reading for steps of up to 64 rows, of multiply-adds (mma.sync) above. Bytes are those of
  * weights, once a step, and of the cache. */
 #define _POSIX_C_SOURCE 200809L
@@ -295,6 +295,12 @@ static void bench_steps(struct bench *b) {
 
 /* ---- prefill ---- */
 
+static struct {
+    int T;
+    bool wanted;
+} lengths[] = {{512, true}, {2048, true}, {CHUNK, true}, {4 * CHUNK, true}};
+enum { LENGTHS = sizeof lengths / sizeof *lengths };
+
 /* A prompt of T tokens goes in steps of up to CHUNK rows. */
 static int rows_at(int T, int at) {
     return T - at < CHUNK ? T - at : CHUNK;
@@ -338,10 +344,10 @@ static void bench_first_token(struct bench *b) {
 }
 
 static void bench_prefill(struct bench *b) {
-    static const int lengths[] = {512, 2048, CHUNK, 4 * CHUNK};
     bench_first_token(b);
-    for (int i = 0; i < (int)(sizeof lengths / sizeof *lengths); i++) {
-        const int T = lengths[i], repeats = T < CHUNK ? 4 : 1;
+    for (int i = 0; i < LENGTHS; i++) {
+        const int T = lengths[i].T, repeats = T < CHUNK ? 4 : 1;
+        if (!lengths[i].wanted) continue;
         double taken[ROUNDS];
         struct result r = {.model = b->model, .tokens = T, .roof = b->roof};
         read_prompt(b, T); /* warm */
@@ -462,6 +468,19 @@ static bool has(int argc, char **argv, const char *argument) {
     return false;
 }
 
+/* Numbers among the arguments are the lengths of prompts that are wanted. Returns whether this is one. */
+static bool want_length(const char *argument) {
+    static bool chosen;
+    for (int i = 0; i < LENGTHS; i++) {
+        char text[16];
+        snprintf(text, sizeof text, "%d", lengths[i].T);
+        if (strcmp(text, argument) != 0) continue;
+        for (int j = 0; j < LENGTHS && !chosen; j++) lengths[j].wanted = false;
+        return chosen = lengths[i].wanted = true;
+    }
+    return false;
+}
+
 int main(int argc, char **argv) {
     static const struct {
         const char *flag;
@@ -478,7 +497,7 @@ int main(int argc, char **argv) {
         bool known = false;
         for (int p = 0; p < PARTS; p++) known |= !strcmp(argv[i], parts[p].flag);
         for (int m = 0; m < BENCH_MODELS; m++) known |= !strcmp(argv[i], bench_models[m].name);
-        if (known) continue;
+        if (known || want_length(argv[i])) continue;
         fprintf(stderr, "bench_gpu: %s is no model and no flag of its first lines\n", argv[i]);
         return 2;
     }

@@ -13,7 +13,7 @@ the engine (programmatic dependent launch); the libraries' do not. A product of 
 of cuda_matmul_few.cu; the engine's own form for it (cuda_decode.cu) is in bench_gpu's tables. With
 --general the same products and attention by the kernels of older devices (mma.sync), attention
 against FlashAttention alone. bf16, random data; without names 8B and 1B, without flags all;
-names are those of contest.py."""
+names are those of contest.py. Numbers: of what length prompts are."""
 
 import ctypes
 import datetime
@@ -23,7 +23,7 @@ import sys
 import warnings
 
 import torch
-from compiled import prompts, turned
+from compiled import PROMPTS, prompts, turned
 from contest import (
     BUILD,
     ROOT,
@@ -402,7 +402,7 @@ def print_run(peers: Peers | None) -> None:
 
 def main(arguments: list[str]) -> int:
     flags = ("--products", "--attention", "--general", "--prompts")
-    unknown = [a for a in arguments if a not in flags and a not in SHAPES]
+    unknown = [a for a in arguments if a not in flags and a not in SHAPES and not a.isdigit()]
     if unknown:
         print(__doc__ if unknown[0] in ("-h", "--help") else f"what is {unknown[0]}? try --help")
         return 0 if unknown[0] in ("-h", "--help") else 2
@@ -410,6 +410,7 @@ def main(arguments: list[str]) -> int:
         print("skipped: PyTorch finds no GPU")
         return 0
     names = [a for a in arguments if a in SHAPES] or ["8B", "1B"]
+    lengths = tuple(n for n in PROMPTS if str(n) in arguments) or PROMPTS
     wanted = [flag for flag in flags if flag in arguments] or list(flags)
     warnings.simplefilter("ignore")  # why an attention kernel was not taken: note() says enough
     torch.backends.cuda.matmul.allow_tf32 = False  # for what results are compared with
@@ -433,7 +434,7 @@ def main(arguments: list[str]) -> int:
     if "--prompts" in wanted:
         for name in names:
             try:
-                prompts(name)
+                prompts(name, lengths)
             except (RuntimeError, OSError, subprocess.SubprocessError) as failure:
                 note(f"{name} prompts left out: {failure}")
     if wrong:

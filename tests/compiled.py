@@ -45,7 +45,9 @@ def layer(
     return x + after(h @ down.t(), gammas[3])
 
 
-def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable]]:
+def library_prompts(
+    name: str, lengths: tuple[int, ...]
+) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable]]:
     """All layers and the last row's logits, by the number of rows, over the same weights: the
     graph, and what holds its operands."""
     C, L, H, G, D, F, V = SHAPES[name]
@@ -61,7 +63,7 @@ def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable
     torch.compiler.reset()  # it compiles a function for a few shapes only
     compiled = torch.compile(layer, fullgraph=True, dynamic=False)
     graphs = {}
-    for rows in PROMPTS:
+    for rows in lengths:
         x = random(rows, C)
         frequencies = 1e-5 ** (torch.arange(D // 2, device="cuda") / (D // 2))
         angles = torch.arange(rows, device="cuda")[:, None] * frequencies
@@ -82,9 +84,9 @@ def library_prompts(name: str) -> dict[int, tuple[torch.cuda.CUDAGraph, Callable
     return graphs
 
 
-def our_prompts(name: str) -> dict[int, float]:
+def our_prompts(name: str, lengths: tuple[int, ...]) -> dict[int, float]:
     """Seconds, by the number of rows."""
-    command = [str(BUILD / "tests/bench_gpu"), name, "--prefill"]
+    command = [str(BUILD / "tests/bench_gpu"), name, "--prefill", *map(str, lengths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     pattern = rf"^\| {re.escape(name)} \| prompt of (\d+) \| ([\d.]+) \|"
     found = re.findall(pattern, done.stdout, re.MULTILINE)
@@ -94,15 +96,15 @@ def our_prompts(name: str) -> dict[int, float]:
 
 
 @torch.no_grad()
-def prompts(name: str) -> None:
+def prompts(name: str, lengths: tuple[int, ...]) -> None:
     if not (BUILD / "tests/bench_gpu").exists():
         raise RuntimeError(f"{BUILD}/tests/bench_gpu is not built")
-    graphs = library_prompts(name)
+    graphs = library_prompts(name, lengths)
 
     def measured() -> dict[int, float]:
         return {rows: race([graph], PROMPT_ROUNDS)[0] for rows, (graph, _) in graphs.items()}
 
-    before, ours, after = measured(), our_prompts(name), measured()
+    before, ours, after = measured(), our_prompts(name, lengths), measured()
     heading(
         *("model", "prompt", "compiled layers ms", "ours ms", "compiled layers again ms"),
         *("ratio", "compiled tokens/s", "ours tokens/s"),

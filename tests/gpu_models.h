@@ -57,13 +57,12 @@ static inline struct both *reference_logits(struct gpu *g, const int32_t *tokens
     struct both *x = both_new(s.T * s.C);
     int32_t *positions = allocated(s.T * sizeof *positions);
     for (size_t t = 0; t < s.T; t++) positions[t] = (int32_t)t;
-    for (size_t i = 0; i < s.T * s.C; i++) {
-        const float value = weight_at(e->embed, s.dtype, (size_t)tokens[i / s.C] * s.C + i % s.C);
-        x[i] = (struct both){(double)value, value};
-    }
+    for (size_t i = 0; i < s.T * s.C; i++)
+        x[i] = reference_embedding(e, tokens[i / s.C], (int)(i / s.C), i % s.C);
     for (int l = 0; l < e->config->layers; l++) reference_layer(&s, l, x, positions);
-    struct both *logits = normed_product(x, e->norm_final, e->config->norm_eps, e->classifier,
-                                         s.dtype, s.T, s.C, (struct columns){s.V, s.V, 1});
+    struct both *logits =
+        normed_product(x, e->norm_final, e->norm_final_bias, e->config->norm_eps, e->classifier,
+                       s.dtype, s.T, s.C, (struct columns){s.V, s.V, 1});
     free(x);
     free(positions);
     return logits;

@@ -153,12 +153,9 @@ static inline void check_embed(struct step *s) {
     g->device.ops->embed(&g->device, s->rows);
     if (gpu_read(g, s->name, "embed")) {
         for (size_t t = 0; t < s->T; t++) {
-            for (size_t i = 0; i < s->C; i++) {
-                const size_t at = (size_t)row_numbers(s, 0)[t] * s->C + i;
-                const float value = weight_at(g->host.engine.embed, s->dtype, at);
-                x[t * s->C + i] =
-                    (struct both){(double)value * (double)c->embed_scale, value * c->embed_scale};
-            }
+            for (size_t i = 0; i < s->C; i++)
+                x[t * s->C + i] = reference_embedding(&g->host.engine, row_numbers(s, 0)[t],
+                                                      row_numbers(s, 2)[t], i);
         }
         for (size_t table = 0; table < (size_t)c->rope_tables; table++) {
             const float *turns = (float *)is_now(s, REGION_ROPE) + table * chunk * 2 * half;
@@ -209,8 +206,9 @@ static inline struct both *reference_qkv(const struct step *s, int layer, const 
                                          const int32_t *positions) {
     const struct engine *e = &s->g->host.engine;
     const struct columns columns = {s->qkv, s->D / 2, s->every};
-    struct both *qkv = normed_product(x, e->layer[layer].norm_attention, e->config->norm_eps,
-                                      e->layer[layer].qkv, s->dtype, s->T, s->C, columns);
+    const struct layer_weights *w = &e->layer[layer];
+    struct both *qkv = normed_product(x, w->norm_attention, w->norm_attention_bias,
+                                      e->config->norm_eps, w->qkv, s->dtype, s->T, s->C, columns);
     for (size_t t = 0; t < s->T; t++) reference_heads(e, layer, qkv + t * s->qkv, positions[t]);
     round_plain(qkv, s->T * s->qkv, s->dtype);
     return qkv;
@@ -277,17 +275,19 @@ static inline void check_attend(struct step *s, int layer) {
 
 /* ---- project ---- */
 
-/* x += in W^T, or RMSNorm of that. */
+/* x += in W^T + bias, or a norm of that. */
 static inline void reference_add(const struct step *s, int layer, enum projection which,
                                  struct both *x, const struct both *in) {
     const bool out = which == ATTENTION_OUT;
     const struct layer_weights *w = &s->g->host.engine.layer[layer];
     const float *norm = out ? w->after_attention : w->after_ffn;
+    const float *norm_bias = out ? w->after_attention_bias : w->after_ffn_bias;
     struct both *y = norm ? both_new(s->T * s->C) : x;
     product(y, in, out ? w->out : w->down, s->dtype, s->T, out ? s->H * s->D : s->F,
             (struct columns){s->C, s->C, s->every});
+    reference_bias(y, out ? w->out_bias : w->down_bias, s->T, s->C);
     if (!norm) return;
-    reference_norm(y, y, norm, s->g->host.config.norm_eps, s->T, s->C);
+    reference_any_norm(y, y, norm, norm_bias, s->g->host.config.norm_eps, s->T, s->C);
     for (size_t i = 0; i < s->T * s->C; i++) {
         x[i].exact += y[i].exact;
         x[i].plain += y[i].plain;
@@ -317,17 +317,23 @@ static inline void check_project(struct step *s, int layer, enum projection whic
 
 /* ---- gate and up ---- */
 
-/* activation(gate) up, rounded as it is stored. */
+/* activation(gate) up, or of up alone, rounded as it is stored. */
 static inline struct both *reference_gate_up(const struct step *s, int layer,
                                              const struct both *x) {
     const struct engine *e = &s->g->host.engine;
     const struct layer_weights *w = &e->layer[layer];
+    const struct config *c = e->config;
+    const size_t outputs = (c->gated ? 2 : 1) * s->F;
     struct both *h = both_new(s->T * s->F);
-    struct both *gate_up = normed_product(x, w->norm_ffn, e->config->norm_eps, w->gate_up, s->dtype,
-                                          s->T, s->C, (struct columns){2 * s->F, s->F, s->every});
-    reference_activate(e->config->activation, h, gate_up, s->T, s->F);
+    struct both *product =
+        normed_product(x, w->norm_ffn, w->norm_ffn_bias, c->norm_eps, w->gate_up, s->dtype, s->T,
+                       s->C, (struct columns){outputs, s->F, s->every});
+    reference_bias(product, w->gate_up_bias, s->T, outputs);
+    if (c->gated) reference_activate(c->activation, h, product, s->T, s->F);
+    for (size_t i = 0; !c->gated && i < s->T * s->F; i++)
+        h[i] = reference_activation(c->activation, product[i]);
     round_plain(h, s->T * s->F, s->dtype);
-    free(gate_up);
+    free(product);
     return h;
 }
 
@@ -361,8 +367,8 @@ static inline void check_classify(struct step *s) {
     if (gpu_read(g, s->name, "classify")) {
         const float *got = is_now(s, REGION_LOGITS);
         struct both *logits =
-            normed_product(x, e->norm_final, e->config->norm_eps, e->classifier, s->dtype, n, s->C,
-                           (struct columns){used, used, s->every});
+            normed_product(x, e->norm_final, e->norm_final_bias, e->config->norm_eps, e->classifier,
+                           s->dtype, n, s->C, (struct columns){used, used, s->every});
         for (size_t i = 0; i < n * used; i++)
             logits[i] = reference_cap(logits[i], e->config->final_cap);
         compare(s->name, "logits", got, s->V, logits, n, used,

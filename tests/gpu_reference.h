@@ -119,17 +119,23 @@ static inline void product(struct both *y, const struct both *in, const void *W,
     free(plain);
 }
 
-/* y[T, N] = RMSNorm(x) W^T: rounded inputs x gamma, then the norm's factor; gamma NULL: x W^T. */
-static inline struct both *normed_product(const struct both *x, const float *gamma, float eps,
-                                          const void *W, enum dtype dtype, size_t T, size_t K,
+/* y[T, N] = norm(x) W^T: rounded inputs x gamma, then the norm's factor; with a bias the rounded LayerNorm;
+ * gamma NULL: x W^T. */
+static inline struct both *normed_product(const struct both *x, const float *gamma,
+                                          const float *bias, float eps, const void *W,
+                                          enum dtype dtype, size_t T, size_t K,
                                           struct columns columns) {
     struct both *y = both_new(T * columns.N), *in = both_new(T * K);
-    for (size_t i = 0; i < T * K; i++) {
+    if (bias) {
+        reference_any_norm(in, x, gamma, bias, eps, T, K);
+        round_plain(in, T * K, dtype);
+    }
+    for (size_t i = 0; !bias && i < T * K; i++) {
         const float w = gamma ? gamma[i % K] : 1;
         in[i] = (struct both){x[i].exact * (double)w, rounded(x[i].plain * w, dtype)};
     }
     product(y, in, W, dtype, T, K, columns);
-    for (size_t t = 0; gamma && t < T; t++) {
+    for (size_t t = 0; gamma && !bias && t < T; t++) {
         struct both sum = {0, 0};
         for (size_t k = 0; k < K; k++) {
             sum.exact += x[t * K + k].exact * x[t * K + k].exact;

@@ -89,18 +89,6 @@ static inline void reference_residual(const struct step *s, int layer, enum proj
                       out ? s->H * s->D : s->F, end, c->norm_eps);
 }
 
-/* The embedding of a token at a position, element i. */
-static inline struct both reference_embedding(const struct engine *e, int32_t token, int position,
-                                              size_t i) {
-    const struct config *c = e->config;
-    const size_t C = (size_t)c->width;
-    const float value = weight_at(e->embed, c->weight_dtype, (size_t)token * C + i);
-    struct both x = {(double)value * (double)c->embed_scale, value * c->embed_scale};
-    if (!e->positions) return x;
-    const float learned = weight_at(e->positions, c->weight_dtype, (size_t)position * C + i);
-    return (struct both){x.exact + (double)learned, x.plain + learned};
-}
-
 /* y may err twice as much as the plain computation does at worst, and a few roundings. */
 static inline void compare(const struct step *s, const char *what, const float *y, size_t y_stride,
                            const struct both *right, size_t rows, size_t columns) {

@@ -171,6 +171,18 @@ static inline void reference_rope(struct both *x, const float *frequency, int po
     }
 }
 
+/* The embedding of a token at a position, element i. */
+static inline struct both reference_embedding(const struct engine *e, int32_t token, int position,
+                                              size_t i) {
+    const struct config *c = e->config;
+    const size_t C = (size_t)c->width;
+    const float value = weight_at(e->embed, c->weight_dtype, (size_t)token * C + i);
+    struct both x = {(double)value * (double)c->embed_scale, value * c->embed_scale};
+    if (!e->positions) return x;
+    const float learned = weight_at(e->positions, c->weight_dtype, (size_t)position * C + i);
+    return (struct both){x.exact + (double)learned, x.plain + learned};
+}
+
 /* What follows the product in a row of qkv: bias, norms of q's and k's heads, RoPE. */
 static inline void reference_heads(const struct engine *e, int layer, struct both *row,
                                    int position) {
