@@ -143,54 +143,6 @@ static void finish(struct engine *e) {
     must(e->ops->finish(e, &error), &error);
 }
 
-/* ---- what the work is ---- */
-
-enum operator{ EMBED, QKV, ATTEND, OUT, GATE_UP, DOWN, CLASSIFY, OPERATORS };
-static const char *const names[] = {"embed", "qkv", "attend", "out", "gate_up", "down", "classify"};
-
-/* Weights of an operator, of one layer. */
-static double weights_of(const struct config *c, enum operator o) {
-    const double C = c->width, F = c->ffn, D = c->head_dim, H = c->heads, G = c->kv_heads;
-    switch (o) {
-    case QKV: return (H + 2 * G) * D * C;
-    case OUT: return C * H * D;
-    case GATE_UP: return 2 * F * C;
-    case DOWN: return F * C;
-    case CLASSIFY: return (double)c->vocab * C;
-    default: return 0;
-    }
-}
-
-/* Bytes read and FLOPs of an operator of a layer in a step of T rows at `context`. */
-static double bytes_of(const struct config *c, int layer, enum operator o, int T, int context) {
-    const double m = (double)dtype_size(c->weight_dtype);
-    const int window = c->layer[layer].window, seen = context + T;
-    if (o == ATTEND)
-        return 2 * m * c->kv_heads * c->head_dim *
-               (window && seen > window + T - 1 ? window + T - 1 : seen);
-    return m * weights_of(c, o);
-}
-
-static double flops_of(const struct config *c, int layer, enum operator o, int T, int context) {
-    double pairs = 0; /* of a row and a position that it sees */
-    const int window = c->layer[layer].window;
-    if (o != ATTEND) return 2 * weights_of(c, o) * T;
-    for (int t = 1; t <= T; t++) pairs += window && context + t > window ? window : context + t;
-    return 4 * pairs * c->heads * c->head_dim;
-}
-
-/* Adds the same of a whole step, of which `classified` rows get logits. */
-static void step_work(const struct config *c, int T, int classified, int context,
-                      struct result *result) {
-    if (classified > 0) result->bytes += bytes_of(c, 0, CLASSIFY, classified, 0);
-    result->flops += flops_of(c, 0, CLASSIFY, classified, 0);
-    for (int l = 0; l < c->layers; l++)
-        for (int o = QKV; o <= DOWN; o++) {
-            result->bytes += bytes_of(c, l, (enum operator)o, T, context);
-            result->flops += flops_of(c, l, (enum operator)o, T, context);
-        }
-}
-
 /* ---- timing ---- */
 
 static int ascending(const void *a, const void *b) {
@@ -263,7 +215,7 @@ static void bench_decode(struct bench *b) {
         snprintf(r.test, sizeof r.test, "decode after %d", cases[i].context);
         snprintf(r.note, sizeof r.note, "%s", cases[i].note);
         r.seconds = median(taken);
-        step_work(&b->config, 1, 1, cases[i].context + BURST / 2, &r);
+        step_work(&b->config, 1, 1, cases[i].context + BURST / 2, &r.bytes, &r.flops);
         keep(r);
         sampler_close(&sampler);
     }
@@ -288,7 +240,7 @@ static void bench_steps(struct bench *b) {
         if (T == 1) one = r.seconds;
         snprintf(r.test, sizeof r.test, "step of %d after %d", T, AFTER);
         snprintf(r.note, sizeof r.note, "%.2f times one row", r.seconds / one);
-        step_work(&b->config, T, classified, AFTER, &r);
+        step_work(&b->config, T, classified, AFTER, &r.bytes, &r.flops);
         keep(r);
     }
 }
@@ -338,7 +290,7 @@ static void bench_first_token(struct bench *b) {
     r.seconds = median(taken);
     snprintf(r.test, sizeof r.test, "first token of a prompt of %d", PROMPT);
     snprintf(r.note, sizeof r.note, "%.2f times a decode step", r.seconds / median(steps));
-    step_work(&b->config, PROMPT, 1, 0, &r);
+    step_work(&b->config, PROMPT, 1, 0, &r.bytes, &r.flops);
     keep(r);
     sampler_close(&sampler);
 }
@@ -362,7 +314,7 @@ static void bench_prefill(struct bench *b) {
         snprintf(r.test, sizeof r.test, "prompt of %d", T);
         if (T > CHUNK) snprintf(r.note, sizeof r.note, "in steps of %d", CHUNK);
         for (int at = 0; at < T; at += CHUNK)
-            step_work(&b->config, rows_at(T, at), at + CHUNK >= T, at, &r);
+            step_work(&b->config, rows_at(T, at), at + CHUNK >= T, at, &r.bytes, &r.flops);
         keep(r);
     }
 }

@@ -1,4 +1,5 @@
-/* The models that the benchmarks run: shapes and flags of published ones, with random weights. */
+/* The models that the benchmarks run: shapes and flags of published ones, with random weights; and what work
+ * their steps are. */
 #ifndef TESTS_BENCH_MODELS_H
 #define TESTS_BENCH_MODELS_H
 
@@ -52,6 +53,56 @@ static inline struct config bench_config(const struct bench_model *m) {
         c.layer[l].rope_table = sees_all;
     }
     return c;
+}
+
+/* ---- what the work is ---- */
+
+enum operator{ EMBED, QKV, ATTEND, OUT, GATE_UP, DOWN, CLASSIFY, OPERATORS };
+static const char *const names[] = {"embed", "qkv", "attend", "out", "gate_up", "down", "classify"};
+
+/* Weights of an operator, of one layer. */
+static inline double weights_of(const struct config *c, enum operator o) {
+    const double C = c->width, F = c->ffn, D = c->head_dim, H = c->heads, G = c->kv_heads;
+    switch (o) {
+    case QKV: return (H + 2 * G) * D * C;
+    case OUT: return C * H * D;
+    case GATE_UP: return 2 * F * C;
+    case DOWN: return F * C;
+    case CLASSIFY: return (double)c->vocab * C;
+    default: return 0;
+    }
+}
+
+/* Bytes read and FLOPs of an operator of a layer in a step of T rows at `context`. */
+static inline double bytes_of(const struct config *c, int layer, enum operator o, int T,
+                              int context) {
+    const double m = (double)dtype_size(c->weight_dtype);
+    const int window = c->layer[layer].window, seen = context + T;
+    if (o == ATTEND)
+        return 2 * m * c->kv_heads * c->head_dim *
+               (window && seen > window + T - 1 ? window + T - 1 : seen);
+    return m * weights_of(c, o);
+}
+
+static inline double flops_of(const struct config *c, int layer, enum operator o, int T,
+                              int context) {
+    double pairs = 0; /* of a row and a position that it sees */
+    const int window = c->layer[layer].window;
+    if (o != ATTEND) return 2 * weights_of(c, o) * T;
+    for (int t = 1; t <= T; t++) pairs += window && context + t > window ? window : context + t;
+    return 4 * pairs * c->heads * c->head_dim;
+}
+
+/* Adds the same of a whole step, of which `classified` rows get logits. */
+static inline void step_work(const struct config *c, int T, int classified, int context,
+                             double *bytes, double *flops) {
+    if (classified > 0) *bytes += bytes_of(c, 0, CLASSIFY, classified, 0);
+    *flops += flops_of(c, 0, CLASSIFY, classified, 0);
+    for (int l = 0; l < c->layers; l++)
+        for (int o = QKV; o <= DOWN; o++) {
+            *bytes += bytes_of(c, l, (enum operator)o, T, context);
+            *flops += flops_of(c, l, (enum operator)o, T, context);
+        }
 }
 
 #endif

@@ -8,6 +8,7 @@
 #include "cli/seconds.h"
 #include "cli/threads.h"
 #include "tests/gpu_draws.h"
+#include "tests/gpu_steps.h"
 
 static bool quick;
 
@@ -28,54 +29,6 @@ enum {
     ROWS = sizeof rows / sizeof *rows,
     POSITIONS = sizeof positions / sizeof *positions
 };
-
-/* The device's own kernels, the general ones, and the former once more in a chain, where an
- * operator finds what the one before it has left. */
-enum path { OWN, GENERAL, CHAINED, PATHS };
-
-static void name_step(struct step *s, enum path path) {
-    static const char *const names[] = {"", ", general path", ", in a chain"};
-    snprintf(s->name, sizeof s->name, "C %zu H %zu G %zu D %zu F %zu V %zu %s, T %zu at %d%s", s->C,
-             s->H, s->G, s->D, s->F, s->V, dtype_name(s->dtype), s->T, row_numbers(s, 2)[0],
-             names[path]);
-}
-
-/* T rows at a position of slot 1 of two, on all paths; everything else in the caches is NaN. */
-static void check_step(struct gpu *g, int T, int position, size_t every) {
-    for (int path = 0; path < PATHS; path++) {
-        struct step s = step_of(g, (struct rows){T, T % 4 == 3 ? T : T < 3 ? 1 : T % 4}, every);
-        s.chained = path == CHAINED;
-        if (s.chained && s.dtype == F32) continue;
-        cuda_general_path(&g->device, path == GENERAL);
-        gpu_reset(g);
-        fill_cache(&s, 1, (size_t)position);
-        gpu_put_all(g);
-        row_numbers(&s, 2)[0] = position; /* for the name; the device is told below */
-        name_step(&s, (enum path)path);
-        check_rows(&s, 1, position);
-        check_operators(&s);
-    }
-}
-
-static void check_config(struct config c, int T, int position) {
-    const struct shape shape = {.C = c.width, .V = c.vocab};
-    struct gpu g;
-    c.rope_scale = 1.25f;
-    c.embed_scale = 1.5f;
-    c.tied = T % 2;
-    c.vocab_used = shape.V > 2 ? shape.V - T % 3 : shape.V;
-    gpu_open(&g, c, (struct limits){position + T + T % 5, T + T % 3, 2, T, 1, true});
-    check_step(&g, T, position, shape.C > 2000 ? 7 : 1);
-    if (T > CUDA_LEAST_ROWS && T <= CUDA_FEW_ROWS) { /* as many rows above, with weights so small */
-        cuda_one_tile(&g.device, CUDA_FEW);
-        check_step(&g, T, position, shape.C > 2000 ? 7 : 1);
-    }
-    gpu_close(&g);
-}
-
-static void check_shape(struct shape shape, enum dtype dtype, int T, int position) {
-    check_config(random_config(shape, dtype), T, position);
-}
 
 static void operators_on_ragged_shapes(void) {
     int n = 0;
@@ -165,38 +118,14 @@ static void one_row_over_caches_of_any_length(void) {
 
 /* ---- prompts ---- */
 
-struct prompt {
-    struct shape shape;
-    int T, position;
-};
-
-/* bf16, in slot 1 of two. tile: 0, or which one of cuda_tiles() all products of many rows take on the
- * device's own path. */
-static void check_prompt(struct prompt p, int classified, size_t every, enum path path, int tile) {
-    struct gpu g;
-    gpu_open(&g, random_config(p.shape, BF16),
-             (struct limits){p.position + p.T + p.T % 5, p.T + p.T % 3, 2, classified, 1, true});
-    struct step s = step_of(&g, (struct rows){p.T, classified}, every);
-    s.chained = path == CHAINED;
-    cuda_one_tile(&g.device, tile);
-    cuda_general_path(&g.device, path == GENERAL);
-    fill_cache(&s, 1, (size_t)p.position);
-    gpu_put_all(&g);
-    row_numbers(&s, 2)[0] = p.position; /* for the name; the device is told below */
-    name_step(&s, path);
-    check_rows(&s, 1, p.position);
-    check_operators(&s);
-    gpu_close(&g);
-}
-
 /* Each tile of cuda_matmul_hopper.cu with all of its endings: heads, x += (C wide), gate and up (2F),
  * logits (V). Ragged in all dimensions. Those that cut K take `tall`, and go through their ring more than
  * once; the others take `large`, which gives both warpgroups of a multiprocessor several tiles each. */
 static void prompts_on_every_tile(void) {
-    static const struct prompt small = {{440, 1, 6, 2, 96, 216, 433}, 77, 3},
-                               middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65},
-                               tall = {{1928, 1, 9, 3, 64, 2104, 2883}, 129, 5},
-                               large = {{1928, 1, 27, 9, 64, 2104, 2883}, 2100, 0};
+    static const struct prompt small = {{440, 1, 6, 2, 96, 216, 433}, 77, 3, 0},
+                               middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65, 0},
+                               tall = {{1928, 1, 9, 3, 64, 2104, 2883}, 129, 5, 0},
+                               large = {{1928, 1, 27, 9, 64, 2104, 2883}, 2100, 0, 0};
     for (int tile = 1; tile <= cuda_tiles(); tile++) {
         check_prompt(small, 70, 1, OWN, tile);
         check_prompt(small, 70, 1, CHAINED, tile);
@@ -209,10 +138,10 @@ static void prompts_on_every_tile(void) {
 
 /* Prompts as the engine chooses; heads of 80 turn in a kernel of their own. */
 static void prompts_of_any_width(void) {
-    static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65},
-                                            {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3},
-                                            {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1},
-                                            {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0}};
+    static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65, 0},
+                                            {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3, 0},
+                                            {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1, 0},
+                                            {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0, 0}};
     for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i += quick ? 3 : 1)
         for (int path = OWN; path <= CHAINED; path += CHAINED - OWN)
             check_prompt(prompts[i], 7, 11, (enum path)path, 0);
@@ -221,9 +150,9 @@ static void prompts_of_any_width(void) {
 /* Each tile of cuda_matmul.cu, as 132 multiprocessors choose it: heads and logits of the first prompt take
  * `paired`, its gate and up `wide`; of the second `narrow` and, x += `square`; of the third `widest`. */
 static void prompts_on_every_general_tile(void) {
-    static const struct prompt prompts[] = {{{1928, 1, 27, 9, 64, 2104, 2883}, 2099, 0},
-                                            {{1928, 1, 27, 9, 64, 2104, 2883}, 700, 3},
-                                            {{72, 1, 2, 1, 64, 2040, 4077}, 1001, 1}};
+    static const struct prompt prompts[] = {{{1928, 1, 27, 9, 64, 2104, 2883}, 2099, 0, 0},
+                                            {{1928, 1, 27, 9, 64, 2104, 2883}, 700, 3, 0},
+                                            {{72, 1, 2, 1, 64, 2040, 4077}, 1001, 1, 0}};
     for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i++)
         check_prompt(prompts[i], prompts[i].T, quick ? 67 : 29, GENERAL, 0);
 }
@@ -238,21 +167,36 @@ static void prompts_of_every_head(void) {
             const int G = 1 + (d + r) % 3, T = lengths[(d + r) % 5],
                       start = starts[(d + 2 * r) % 5];
             const struct shape shape = {24, 1, ratios[r] * G, G, sizes[d], 16, 9};
-            check_prompt((struct prompt){shape, T, start}, 1, 1, OWN, 0);
+            check_prompt((struct prompt){shape, T, start, 0}, 1, 1, OWN, 0);
         }
     static const struct prompt large[] = {
         /* two consumers */
-        {{24, 1, 42, 6, 128, 16, 9}, 560, 0},
-        {{24, 1, 39, 13, 256, 16, 9}, 430, 100},
+        {{24, 1, 42, 6, 128, 16, 9}, 560, 0, 0},
+        {{24, 1, 39, 13, 256, 16, 9}, 430, 100, 0},
         /* three */
-        {{24, 1, 90, 90, 64, 16, 9}, 390, 5},
-        {{24, 1, 96, 12, 64, 16, 9}, 550, 0},
-        {{24, 1, 98, 14, 80, 16, 9}, 545, 40},
-        {{24, 1, 90, 30, 96, 16, 9}, 550, 0},
-        {{24, 1, 136, 34, 128, 16, 9}, 385, 150},
+        {{24, 1, 90, 90, 64, 16, 9}, 390, 5, 0},
+        {{24, 1, 96, 12, 64, 16, 9}, 550, 0, 0},
+        {{24, 1, 98, 14, 80, 16, 9}, 545, 40, 0},
+        {{24, 1, 90, 30, 96, 16, 9}, 550, 0, 0},
+        {{24, 1, 136, 34, 128, 16, 9}, 385, 150, 0},
     };
     for (size_t i = 0; i < sizeof large / sizeof *large; i += quick ? 4 : 1)
         check_prompt(large[i], 1, 1, OWN, 0);
+}
+
+/* The same behind windows, which begin in the prompt or before it, at the ends of tiles and within them; over
+ * caches that are rings. */
+static void prompts_behind_windows(void) {
+    static const int sizes[] = {64, 80, 96, 128, 256}, windows[] = {1, 7, 64, 127, 128, 129, 300};
+    static const int starts[] = {0, 1, 129, 700, 1500};
+    int n = 0;
+    for (int d = 0; d < 5; d++)
+        for (int w = 0; w < 7; w += quick ? 5 : 1, n++)
+            for (int general = 0; general < 2; general++) {
+                const struct shape shape = {24, 1, (1 + n % 7) * 2, 2, sizes[d], 16, 9};
+                const struct prompt p = {shape, 65 + 59 * (n % 5), starts[(n + d) % 5], windows[w]};
+                check_prompt(p, 1, 1, general ? GENERAL : OWN, 0);
+            }
 }
 
 /* ---- rows that differ ---- */
@@ -283,39 +227,6 @@ static void rows_of_several_slots(void) {
                 check_operators(&s);
                 gpu_close(&g);
             }
-}
-
-/* A later row of the same step is past a row's length, too: its NaN stays its own. In prompts it
- * may reach the rows of its tile of 64 positions where Hopper's own attention does not run, since
- * there a weight of zero does not end a NaN. */
-static void check_nan_row(struct shape shape, enum dtype dtype, int T, bool general) {
-    enum { TILE = 64 };
-    struct gpu g;
-    gpu_open(&g, random_config(shape, dtype), (struct limits){200, T, 1, 1, 1, true});
-    const bool hopper = !general && dtype == BF16 && cuda_capability(&g.device) == 90;
-    struct step s = step_of(&g, (struct rows){T, 1}, 1);
-    snprintf(s.name, sizeof s.name, "C %zu D %zu %s, T %d, the last row NaN%s", s.C, s.D,
-             dtype_name(dtype), T, general ? ", general path" : "");
-    cuda_general_path(&g.device, general);
-    check_rows(&s, 0, 0);
-    g.device.ops->embed(&g.device, s.rows);
-    float *row = allocated(s.C * sizeof *row);
-    for (size_t c = 0; c < s.C; c++) row[c] = NAN;
-    cuda_write(&g.device, (float *)engine_region(&g.device, REGION_X) + (s.T - 1) * s.C, row,
-               s.C * sizeof *row);
-    g.device.ops->qkv(&g.device, 0, s.rows);
-    g.device.ops->attend(&g.device, 0, s.rows);
-    const size_t last = s.T - 1, width = s.H * s.D;
-    const size_t clean = T > CUDA_DECODE_ROWS && !hopper ? last / TILE * TILE : last; /* rows */
-    size_t wrong = 0;
-    if (gpu_read(&g, s.name, "attend"))
-        for (size_t a = 0; a < s.T * width; a++) {
-            const bool nan = isnan(weight_at(is_now(&s, REGION_A), s.dtype, a));
-            wrong += a < clean * width ? nan : a >= last * width && !nan;
-        }
-    check(!wrong, "%s: %zu numbers are wrongly NaN, or not", s.name, wrong);
-    free(row);
-    gpu_close(&g);
 }
 
 static void a_nan_row_stays_alone(void) {
@@ -460,6 +371,7 @@ static const struct {
     {"prompts_of_any_width", prompts_of_any_width},
     {"prompts_on_every_general_tile", prompts_on_every_general_tile},
     {"prompts_of_every_head", prompts_of_every_head},
+    {"prompts_behind_windows", prompts_behind_windows},
     {"rows_of_several_slots", rows_of_several_slots},
     {"a_nan_row_stays_alone", a_nan_row_stays_alone},
     {"models_in_any_chunks", models_in_any_chunks},
