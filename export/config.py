@@ -1,75 +1,13 @@
-"""Configs of the sources: Hugging Face's config.json and GGUF's metadata; RoPE frequencies."""
-
-import math
+"""Configs of the sources: Hugging Face's config.json and GGUF's metadata."""
 
 import numpy as np
 
 from export.errors import ExportError
 from export.families import FAMILIES, LLAMA, TEXT_OF, TYPES, Family
 from export.model import Config
+from export.rope import KINDS, frequencies, rope_from_hf
+from export.settings import Settings
 from export.writer import to_bf16
-
-ROPE_TYPES = ("default", "linear", "llama3")
-KINDS = ("full_attention", "sliding_attention")  # of layers, by layer_types
-
-
-def frequencies(dims: int, theta: float) -> np.ndarray:
-    """Inverse frequencies, float64 [dims/2], where RoPE turns so many dimensions of a head."""
-    if not (math.isfinite(theta) and 1 <= theta <= 1e9):
-        raise ExportError(f"config: RoPE theta {theta} is not in 1 to 1e9")
-    return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
-
-
-def scale_llama3(
-    base: np.ndarray, factor: float, low: float, high: float, original: float
-) -> np.ndarray:
-    """Wavelengths above original/low are stretched by factor, those below original/high are kept,
-    and between the two the frequencies are blended."""
-    if not (factor >= 1 and 0 < low < high and original > 0):
-        raise ExportError(
-            f"config: llama3 RoPE scaling with factor {factor}, low_freq_factor {low}, "
-            f"high_freq_factor {high}, original context {original} makes no sense"
-        )
-    turns = original * base / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return keep * base + (1 - keep) * base / factor
-
-
-class Settings:
-    """A JSON object whose values are checked as they are read."""
-
-    def __init__(self, values: dict, where: str):
-        self.values, self.where = values, where
-
-    def wrong(self, key: str, expected: str) -> ExportError:
-        found = repr(self.values.get(key))[:100]
-        return ExportError(f"{self.where}: {key}: expected {expected}, found {found}")
-
-    def integer(self, key: str, default: int | None) -> int:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "a whole number above 0")
-        return value
-
-    def number(self, key: str, default: float | None) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(key, "a number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return bool(value)
-
-    def ids(self, key: str, default: int | None) -> list[int]:
-        """An id, a list of ids, or null; negative ones mean none."""
-        value = self.values.get(key, default)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self.wrong(key, "a token id, a list of them, or null")
-        return [i for i in dict.fromkeys(ids) if i >= 0]
 
 
 def family_of(content: dict) -> str:
@@ -95,70 +33,6 @@ def text_config(content: dict) -> dict:
     keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
     whole = {key: content[key] for key in keys if content.get(key) is not None}
     return text | whole | {"architectures": [TEXT_OF[family]]}
-
-
-def _rope_table(rope: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
-    """What a set of RoPE parameters says, in words and as frequencies."""
-    part = rope.number("partial_rotary_factor", 1.0)
-    if not (0 < part <= 1 if family.partial_rope else part == 1):
-        raise rope.wrong("partial_rotary_factor", "0 to 1" if family.partial_rope else "1")
-    dims = int(head_dim * part)
-    if dims % 2:
-        raise rope.wrong("partial_rotary_factor", f"an even part of {head_dim} dimensions")
-    theta = rope.number("rope_theta", None)
-    base = frequencies(dims, theta)
-    about = f"theta {theta:g}"
-    if dims < head_dim:
-        about += f", {dims} of {head_dim} dimensions"
-    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
-    if kind == "default":
-        return about, base
-    if kind == "linear":
-        factor = rope.number("factor", None)
-        if factor < 1:
-            raise rope.wrong("factor", "at least 1")
-        return f"{about}, linear scaling {factor:g}", base / factor
-    if kind == "llama3":
-        factor = rope.number("factor", None)
-        return f"{about}, llama3 scaling {factor:g}", scale_llama3(
-            base,
-            factor,
-            rope.number("low_freq_factor", None),
-            rope.number("high_freq_factor", None),
-            rope.number("original_max_position_embeddings", None),
-        )
-    raise ExportError(
-        f"config.json: RoPE scaling {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
-    )
-
-
-def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
-    """Reads rope_parameters (transformers 5; of each kind of layer, where these differ) or
-    rope_theta and rope_scaling (before). Frequencies of each table: all layers', or first those of
-    layers without a window."""
-    values, where = settings.values, "config.json: RoPE"
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    if family.local_rope and any(kind in given for kind in KINDS):
-        sets = [given.get(kind) or {} for kind in KINDS]
-        if not all(isinstance(parameters, dict) for parameters in sets):
-            raise settings.wrong("rope_parameters", "one set of RoPE parameters for each kind")
-    elif any(isinstance(value, dict) for value in given.values()):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    else:
-        sets = [given, {}] if family.local_rope else [given]
-    keys = ("rope_theta", "rope_local_base_freq")
-    told, tables = [], []
-    for key, parameters in zip(keys, sets, strict=False):
-        theta = {"rope_theta": values.get(key, family.defaults[key])}
-        part = {"partial_rotary_factor": values.get("partial_rotary_factor", 1.0)}
-        about, table = _rope_table(Settings(theta | part | parameters, where), family, head_dim)
-        if key not in values and "rope_theta" not in parameters:
-            about += " (not in the config: the family's default)"
-        told.append(about)
-        tables.append(table)
-    return "; in windows ".join(told), np.stack(tables)
 
 
 def _list(settings: Settings, key: str, layers: int, known: tuple) -> list:
@@ -262,7 +136,7 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
     _check_activation(settings, family)
     _refuse_unsupported(settings)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
-    rope, table = _rope_from_hf(settings, family, head_dim)
+    rope = rope_from_hf(settings, family, head_dim, context)
     scalar = float(head_dim)
     if "query_pre_attn_scalar" in defaults:
         scalar = settings.number("query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
@@ -280,8 +154,11 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         vocab=integer("vocab_size"),
         context=context,
         norm_eps=settings.number("rms_norm_eps", defaults["rms_norm_eps"]),
-        rope=rope,
-        frequencies=table,
+        rope=rope.about,
+        frequencies=rope.tables,
+        rope_scale=rope.scale,
+        long_frequencies=rope.long,
+        rope_original=rope.original,
         bos=bos[0] if bos else None,
         pad=pad[0] if pad else None,
         stops=ids.ids("eos_token_id", defaults["eos_token_id"]),

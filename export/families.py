@@ -39,6 +39,7 @@ PHI3 = LLAMA | {
     "hidden_size": 3072,
     "intermediate_size": 8192,
     "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
     "eos_token_id": 32000,
     "pad_token_id": 32000,
     "rms_norm_eps": 1e-5,

@@ -142,7 +142,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("learned_positions", "I", 0),
         ("rotary_dims", "I", config.rotary_dims),
         ("rope_tables", "I", len(config.frequencies)),
-        ("rope_scale", "f", 1.0),
+        ("rope_scale", "f", config.rope_scale),
         ("attention_scale", "f", config.attention_scale or config.head_dim**-0.5),
         ("attention_cap", "f", config.attention_cap),
         ("final_cap", "f", config.final_cap),
@@ -158,6 +158,8 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("stop_count", "I", len(config.stops)),
         *(("stops", "I", stop) for stop in stops),
         ("chat_shape", "I", chat.SHAPES[config.chat]),
+        ("unused", "I", 0),
+        ("rope_original", "I", config.rope_original),
     ]
 
 
@@ -167,7 +169,7 @@ def config_bytes(model: Model, dtype: int) -> bytes:
 
 
 def rope_part(config: Config) -> Part:
-    table = config.frequencies.astype(np.float32)
+    table = config.rope_table.astype(np.float32)
     return Part("rope", table.shape, lambda start, stop: table[start:stop])
 
 
@@ -175,7 +177,7 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     """The tensors in the order of the file, q, k, v and gate, up together."""
     config, parts = model.config, model.parts
     ffn, width = config.padded_ffn, config.width
-    tensors = [Tensor("rope", F32, config.frequencies.shape, [rope_part(config)])]
+    tensors = [Tensor("rope", F32, config.rope_table.shape, [rope_part(config)])]
 
     def matrix(name: str, *stacked: Part) -> None:
         rows = sum(part.shape[0] for part in stacked)

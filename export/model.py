@@ -27,6 +27,9 @@ class Config:
     norm_eps: float
     rope: str  # for people: theta and scaling
     frequencies: np.ndarray  # inverse, float64 [tables, dimensions of a head that turn / 2]
+    rope_scale: float = 1.0  # on cosines and sines
+    long_frequencies: np.ndarray | None = None  # where the context is longer than rope_original
+    rope_original: int = 0
     qkv_bias: bool = False  # on q, k and v
     qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
     norms_after: bool = False  # of what attention and feed-forward give
@@ -51,6 +54,12 @@ class Config:
     def rotary_dims(self) -> int:
         return 2 * self.frequencies.shape[1]
 
+    @property
+    def rope_table(self) -> np.ndarray:
+        """The file's: one set of tables, or two below one another."""
+        sets = [self.frequencies, self.long_frequencies]
+        return np.concatenate([tables for tables in sets if tables is not None])
+
     def layer(self, number: int) -> tuple[int, int | None]:
         """Its window, and its RoPE table."""
         window = self.windows[number] if self.windows else 0
@@ -67,6 +76,7 @@ class Config:
             ("feed-forward width", self.ffn, 1 << 20),
             ("vocabulary", self.vocab, 1 << 20),
             ("context", self.context, 1 << 22),
+            ("original context", self.rope_original or 1, 1 << 22),
         ):
             if not 1 <= value <= highest:
                 raise ExportError(f"config: {name} {value} is not in 1 to {highest}")
@@ -78,6 +88,7 @@ class Config:
                 f"config: {self.heads} heads are not a multiple of {self.kv_heads} key/value heads"
             )
         for name, value, lowest in (
+            ("factor on RoPE", self.rope_scale, 1e-6),
             ("attention scale", self.attention_scale or 1.0, 1e-6),
             ("cap on attention scores", self.attention_cap, 0),
             ("cap on logits", self.final_cap, 0),
@@ -86,7 +97,7 @@ class Config:
                 raise ExportError(f"config: {name} {value} is not in {lowest} to 1e6")
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
-        table = self.frequencies.astype(np.float32)
+        table = self.rope_table.astype(np.float32)
         if not 2 <= self.rotary_dims <= self.head_dim:
             raise ExportError(
                 f"config: RoPE turns {self.rotary_dims} dimensions of a head of {self.head_dim}"

@@ -111,7 +111,7 @@ struct engine {
     int drawn_row;           /* and its classified row */
 
     /* Into the arena. */
-    const float *rope;           /* [rope_tables, rotary_dims/2] */
+    const float *rope;           /* [rope_tables, rotary_dims/2]: the set that the context is for */
     const void *embed;           /* m [V, C] */
     const float *norm_final;     /* [C] */
     const void *classifier;      /* m [V, C]; the embedding where tied */

@@ -18,6 +18,7 @@ FIELDS = (
     ("embed_scale", "f"), ("tied", "I"), ("experts", "I"), ("experts_used", "I"),
     ("experts_renormalised", "I"), ("bos", "I"), ("add_bos", "I"), ("pad", "I"), ("unk", "I"),
     ("stop_count", "I"), ("stops", "64s"), ("chat_shape", "I"),
+    ("unused", "I"), ("rope_original", "I"),
 )  # fmt: skip
 NO_ID = 0xFFFFFFFF
 
@@ -49,7 +50,7 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
     query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
     tensors = [
-        ("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2)),
+        ("rope", 0, (c["rope_tables"] * (1 + (c["rope_original"] > 0)), c["rotary_dims"] // 2)),
         ("embed", dtype, (c["vocab"], width)),
     ]
     bias = [("qkv_bias", 0, (query + 2 * key,))] if c["qkv_bias"] else []
@@ -127,8 +128,11 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32).astype(np.float64)
 
 
-def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
-    """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
+def forward(
+    model: ModelFile, ids, stored=lambda x: x, product=np.inner, context=None
+) -> np.ndarray:
+    """Logits [T, V] in float64, as format.md describes the block, in a context as long as the text
+    where none is given. stored is what becomes of a
     number that a backend keeps between two operators: the inputs of products, queries, the cache.
     product is what becomes of rows [T, K] and a matrix [N, K].
     """
@@ -148,11 +152,14 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
+    second = 0 < c["rope_original"] < (context or count)
+    tables = weights["rope"][c["rope_tables"] * second :]
+
     def rotate(x, table):
         if table == NO_ID:
             return x
-        angle = position[:, None, None] * weights["rope"][table]
-        cos, sin = np.cos(angle), np.sin(angle)
+        angle = position[:, None, None] * tables[table]
+        cos, sin = np.cos(angle) * c["rope_scale"], np.sin(angle) * c["rope_scale"]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 

@@ -14,7 +14,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES.keys() - {"llama"}))
 def test_other_families(tmp_path, family):
-    """They err from float64 by what float32 costs transformers."""
+    """They differ from transformers' by as much as float32 costs it, and tables in float32 cost
+    less than that."""
     config, golden = tiny.FAMILIES[family], np.load(GOLDEN / f"tiny_{family}.npz")
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
@@ -23,22 +24,26 @@ def test_other_families(tmp_path, family):
     }
     assert said == {
         "qkv_bias": "qwen2" in family,
-        "qk_norm": {"qwen3": 1, "gemma3": 1, "olmo2": 2}.get(family, 0),
+        "qk_norm": {"qwen3": 1, "qwen3_yarn": 1, "gemma3": 1, "olmo2": 2}.get(family, 0),
         "norm_placement": {"gemma2": 1, "gemma3": 1, "olmo2": 2}.get(family, 0),
         "activation": "gemma" in family,
     }
-    dims = {"phi3": 12, "qwen2": 8, "qwen2_window": 8, "olmo2": 8}
+    dims = {"phi3": 12, "phi4": 12, "qwen2": 8, "qwen2_window": 8, "olmo2": 8}
     assert file.config["rotary_dims"] == dims.get(family, 16)
     assert file.layers == {
         "qwen2_window": [(0, 0), (45, 0), (45, 0)],
         "mistral": [(37, 0)] * 3,
         "phi3": [(129, 0)] * 3,
+        "phi4": [(400, 0)] * 3,
         "smollm3": [(0, 0), (0, reader.NO_ID), (0, 0)],
         "gemma2": [(53, 0), (0, 0), (53, 0)],
         "gemma3": [(53, 1), (0, 0), (53, 1)],
     }.get(family, [(0, 0)] * 3)
     difference = np.abs(reader.forward(file, golden["ids"])[:, ::5] - golden["logits"]).max()
-    assert difference <= 1.1 * golden["error"]
+    assert difference <= 2 * golden["error"]
+    if "short_logits" in golden:
+        ours = reader.forward(file, golden["ids"][:256])[:, ::5]
+        assert np.abs(ours - golden["short_logits"]).max() <= 2 * golden["error"]
 
 
 def test_gemma_as_older_configs_say_it(tmp_path):
@@ -196,13 +201,6 @@ def test_layers_of_other_kinds(tmp_path):
             None,
             None,
             r"qkv_proj.weight: expected shape \[96, 6",
-        ),
-        (
-            "phi3",
-            {"rope_parameters": {"rope_type": "longrope"}},
-            None,
-            None,
-            "'longrope' is not su",
         ),
         (
             "phi3",

@@ -38,15 +38,48 @@ def test_hugging_face_folder(tmp_path, shards):
 OTHERS = [name for name in tiny.FAMILIES if name != "llama"]
 
 
+def exported(family, folder):
+    """The tiny model of a family, f32, and what transformers makes of it."""
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(folder / "tiny", config, tiny.tensors(config))
+    model = export(folder / "tiny", folder / "tiny.bin", "--dtype", "f32")
+    return model, np.load(GOLDEN / f"tiny_{family}.npz")
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families(tmp_path, family):
     """Logits differ from those of transformers by up to 1e-4 of their range."""
-    config = tiny.FAMILIES[family]
-    writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
-    model = export(tmp_path / "tiny", tmp_path / "tiny.bin", "--dtype", "f32")
-    golden = np.load(GOLDEN / f"tiny_{family}.npz")
+    model, golden = exported(family, tmp_path)
     ours = logits(model, golden["ids"], tiny.VOCAB, tmp_path)[:, ::5]
     assert np.abs(ours - golden["logits"]).max() <= 1e-4 * np.ptp(golden["logits"])
+
+
+@pytest.mark.parametrize("family", ["phi3_long", "phi4"])
+def test_context_chooses_the_frequencies(tmp_path, family):
+    """Up to the original context (256) the first set of RoPE tables, beyond it the second, whatever
+    the length of the text."""
+    model, golden = exported(family, tmp_path)
+    ids, limit = golden["ids"][:256], 1e-4 * np.ptp(golden["logits"])
+    for context, wanted in (
+        ([], golden["short_logits"]),
+        (["-c", 256], golden["short_logits"]),
+        (["-c", 257], golden["logits"][:256]),
+    ):
+        ours = logits(model, ids, tiny.VOCAB, tmp_path, *context)[:, ::5]
+        assert np.abs(ours - wanted).max() <= limit
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_greedy_texts(tmp_path, family):
+    """200 ids, longer than any window, as transformers generates them."""
+    model, golden = exported(family, tmp_path)
+    for kind in ("", "long_") if "long_text" in golden else ("",):
+        prompt, text = golden[f"{kind}prompt"], golden[f"{kind}text"]
+        given = " ".join(map(str, prompt))
+        context = len(prompt) + len(text)
+        options = ["-n", len(text), "-t", 0, "--ignore-eos", "-c", context]
+        ours = answer(model, "--ids", given, *options).split()
+        assert [int(i) for i in ours] == text.tolist()
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -55,7 +88,7 @@ def test_info_says_what_is_special(tmp_path, family):
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     said = answer(export(tmp_path / "tiny", tmp_path / "tiny.bin"), "--info").decode()
     assert (", with biases" in said) == ("qwen2" in family)
-    assert ("queries and keys with norms" in said) == (family in ("qwen3", "gemma3"))
+    assert ("queries and keys with norms" in said) == (family in ("qwen3", "qwen3_yarn", "gemma3"))
     assert ("gated, GELU" in said) == ("gemma" in family)
     assert ("norm                 RMS, also after the block's halves" in said) == (
         family in ("gemma2", "gemma3")
@@ -67,6 +100,11 @@ def test_info_says_what_is_special(tmp_path, family):
     assert ("window               37 positions in 3 of 3 layers" in said) == (family == "mistral")
     assert ("window               45 positions in 2 of 3 layers" in said) == ("_window" in family)
     assert ("RoPE                 12 dimensions of a head\n" in said) == (family == "phi3")
+    assert ("12 dimensions of a head, factor 1.06066\n" in said) == (family == "phi4")
+    assert ("16 dimensions of a head, factor 1.13863\n" in said) == (family == "qwen3_yarn")
+    assert ("two sets: for contexts (-c) up to 256, and for longer ones\n" in said) == (
+        family in ("phi3_long", "phi4")
+    )
     assert ("RoPE                 16 dimensions of a head, not in 1 layer" in said) == (
         family == "smollm3"
     )

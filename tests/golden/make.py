@@ -34,6 +34,12 @@ tiny_FAMILY.npz       each random model of tiny.py
   ids [512]           int32, tiny.ids(512)
   logits [512,331]    float32; but for the Llama every fifth column, [512,67]
   error               float64
+  prompt [16]         int32, the first of ids; the very first is another one where that decides
+  text [200]          int32, greedy after the prompt; stop tokens do not stop
+  and of those with longrope, whose logits are beyond the original context and whose text is within:
+  short_logits [256,67], long_prompt [272], long_text [200]
+rope.npz              inverse frequencies and the factor of each case of rope_cases.py
+  NAME, NAME_scale    float32 [dimensions / 2], float; and NAME_long of longrope
 stories260K.npz       greedy from BOS alone, in the order of llama2.c: 200 positions
   ids [200]           int32, generated; the input of position p is BOS or ids[p-1]
   logits [32,512]     float32 (rounded from float64), of the first positions
@@ -49,15 +55,17 @@ from pathlib import Path
 import forward
 import gguf
 import numpy as np
+import rope_cases
 import tiny
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 POSITIONS = 601  # a prime: no multiple of any tile
 GREEDY_STEPS = 48
-TINY_POSITIONS = 512
+TINY_POSITIONS, TINY_PROMPT, TINY_STEPS = 512, 16, 200
 STORY_POSITIONS, STORY_LOGITS = 200, 32
 
 SYSTEM = (
@@ -259,6 +267,35 @@ def make_smollm2(path, text):
 # The tiny random models
 
 
+def generate(model, prompt):
+    """TINY_STEPS greedy ids, stop tokens like any other, and the least lead of a best logit."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        torch.from_numpy(prompt).long()[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=TINY_STEPS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    gaps = [top(logits[0])[2] for logits in out.logits]
+    return out.sequences[0, len(prompt) :].int().numpy(), min(gaps)
+
+
+def tell(model, prompt, error):
+    """The prompt and its text. Where the best two logits are somewhere nearer than 5 times what
+    float32 costs, two good implementations may differ: the prompt's first id gives way to the next,
+    and another text follows."""
+    prompt = prompt.copy()
+    for _ in range(20):
+        text, gap = generate(model, prompt)
+        if gap > 5 * error:
+            print(f"  text after {len(prompt)} ids, the first {prompt[0]}: gap at least {gap:.2e}")
+            return prompt, text
+        prompt[0] = (prompt[0] + 1) % tiny.VOCAB
+    raise SystemExit("make.py: no prompt whose text is sure in float32")
+
+
 def make_tiny(family):
     settings = tiny.FAMILIES[family]
     config = AutoConfig.for_model(**settings, attn_implementation="eager")
@@ -272,8 +309,30 @@ def make_tiny(family):
     ids = tiny.ids(TINY_POSITIONS)
     logits, error = all_logits(model, ids)
     columns = slice(None, None, 1 if family == "llama" else 5)
-    save(f"tiny_{family}.npz", ids=ids, logits=logits[:, columns], error=error)
+    arrays = {"ids": ids, "logits": logits[:, columns], "error": error}
+    arrays["prompt"], arrays["text"] = tell(model, ids[:TINY_PROMPT], error)
+    if settings["rope_parameters"].get("rope_type") == "longrope":
+        original = settings["original_max_position_embeddings"]
+        arrays["short_logits"] = all_logits(model, ids[:original])[0][:, columns]
+        longer = tell(model, ids[: original + TINY_PROMPT], error)
+        arrays["long_prompt"], arrays["long_text"] = longer
+    save(f"tiny_{family}.npz", **arrays)
     print(f"  error {error:.2e}, gap at least {top(logits)[2].min():.2e}")
+
+
+def make_rope():
+    """What transformers makes of each set of RoPE parameters in rope_cases.py."""
+    arrays = {}
+    for name, case in rope_cases.CASES.items():
+        config = AutoConfig.for_model(**case)
+        kind = config.rope_parameters["rope_type"]
+        longest = case.get("original_max_position_embeddings", 0) + 1
+        for part, length in (
+            (("", None), ("_long", longest)) if kind == "longrope" else (("", None),)
+        ):
+            table, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+            arrays[name + part], arrays[name + "_scale"] = table.numpy(), scale
+    save("rope.npz", **arrays)
 
 
 # stories260K
@@ -382,6 +441,7 @@ def main():
     args = parser.parse_args()
     for family in tiny.FAMILIES:
         make_tiny(family)
+    make_rope()
     if args.tiny:
         return
     check(args.tokenizer, "four files are needed")
