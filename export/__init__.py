@@ -3,7 +3,8 @@
 __main__.py   the command line
 model.py      what a source hands to the writer: a config, a tokenizer, tensors read on demand
 huggingface.py, gguf_file.py, llama2c.py   the three kinds of source
-config.py     configs of Hugging Face and GGUF; families.py, what a family is; settings.py, checks
+config.py     config.json; families.py, what a family is; settings.py, checked values
+gguf_config.py   GGUF's metadata, as a config.json would say it
 rope.py       RoPE frequencies, and every kind of scaling as tables and a factor
 tokenizer.py  the tokenizer section; bpe.py and sentencepiece_model.py, the two kinds of it
 chat.py       the shape of a chat, from the marks in its template

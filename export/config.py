@@ -1,11 +1,11 @@
-"""Configs of the sources: Hugging Face's config.json and GGUF's metadata."""
+"""Hugging Face's config.json: what it says, and what the class of transformers adds to it."""
 
 import numpy as np
 
 from export.errors import ExportError
-from export.families import FAMILIES, LLAMA, TEXT_OF, TYPES, Family
+from export.families import FAMILIES, TEXT_OF, TYPES, Family
 from export.model import Config
-from export.rope import KINDS, frequencies, rope_from_hf
+from export.rope import KINDS, rope_from_hf
 from export.settings import Settings
 from export.writer import to_bf16
 
@@ -110,11 +110,14 @@ def _refuse_unsupported(settings: Settings) -> None:
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
 
 
-def config_from_hf(content: dict, generation: dict, name: str) -> Config:
-    """generation: generation_config.json, whose token ids override those of config.json."""
+def config_from_hf(
+    content: dict, generation: dict, name: str, where: str = "config.json"
+) -> Config:
+    """generation: generation_config.json, whose token ids override those of config.json. where:
+    what messages call the source."""
     family = FAMILIES[family_of(content)]
     defaults = family.defaults
-    settings = Settings(content, "config.json")
+    settings = Settings(content, where)
 
     def integer(key: str) -> int:
         return settings.integer(key, defaults[key])
@@ -135,7 +138,7 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
     sliding, window = _sliding(settings, family, turning), _window(settings, family, context)
     _check_activation(settings, family)
     _refuse_unsupported(settings)
-    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
+    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, where)
     rope = rope_from_hf(settings, family, head_dim, context)
     scalar = float(head_dim)
     if "query_pre_attn_scalar" in defaults:
@@ -176,58 +179,4 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
             (slides if family.local_rope else 0) if turns else None
             for slides, turns in zip(sliding, turning, strict=True)
         ),
-    )
-
-
-# Metadata of a GGUF that changes the arithmetic and that none of these families has.
-GGUF_REFUSED = (
-    "expert_count",
-    "attention.sliding_window",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attn_logit_softcapping",
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-    "rope.scaling.attn_factor",
-)
-
-
-def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
-    """metadata: the keys that begin with the architecture and a dot, without these. The factors of
-    llama3 scaling stand in a tensor of their own."""
-    settings = Settings(metadata, "GGUF metadata")
-    for key in GGUF_REFUSED:
-        if metadata.get(key):
-            raise ExportError(
-                f"GGUF metadata: {architecture}.{key} {metadata[key]} is not supported yet"
-            )
-    width, heads = (
-        settings.integer(key, None) for key in ("embedding_length", "attention.head_count")
-    )
-    head_dim = settings.integer("attention.key_length", max(width // heads, 1))
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if settings.integer(key, head_dim) != head_dim:
-            raise settings.wrong(key, f"the head size, {head_dim}")
-    theta = settings.number("rope.freq_base", LLAMA["rope_theta"])
-    base = frequencies(head_dim, theta)
-    scaling = metadata.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise settings.wrong("rope.scaling.type", "none or linear")
-    factor = settings.number("rope.scaling.factor", metadata.get("rope.scale_linear", 1.0))
-    if factor and factor < 1:
-        raise settings.wrong("rope.scaling.factor", "at least 1")
-    return Config(
-        name=name,
-        width=width,
-        layers=settings.integer("block_count", None),
-        heads=heads,
-        kv_heads=settings.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn=settings.integer("feed_forward_length", None),
-        vocab=settings.integer("vocab_size", None),
-        context=settings.integer("context_length", None),
-        norm_eps=settings.number("attention.layer_norm_rms_epsilon", None),
-        rope=f"theta {theta:g}" + (f", linear scaling {factor:g}" if factor > 1 else ""),
-        frequencies=(base / (factor or 1.0))[None],
     )

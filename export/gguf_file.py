@@ -1,31 +1,16 @@
 """GGUF files, through the gguf package; blocks of every type that the package can dequantise."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from export import chat
-from export.config import config_from_gguf
 from export.errors import ExportError, malformed
 from export.files import read_array
-from export.model import Config, Model, Part, collect, half_split
+from export.gguf_config import ARCHITECTURES, config_from_gguf
+from export.model import Config, Model, Part, collect, half_split, split_fused
 from export.tokenizer import Tokenizer, tokenizer_from_gguf
-
-
-@dataclass(frozen=True)
-class Architecture:
-    interleaved: bool = False  # rows of q and k are in the order of interleaved RoPE
-    qkv_bias: bool = False
-    qk_norm: int = 0  # 1: of each head
-
-
-ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
-    "qwen2": Architecture(qkv_bias=True),
-    "qwen3": Architecture(qk_norm=1),
-}
 
 NAMES = {
     "embed": "token_embd",
@@ -41,11 +26,14 @@ NAMES = {
     "norm_q": "attn_q_norm",
     "norm_k": "attn_k_norm",
     "out": "attn_output",
+    "norm_after_attention": "post_attention_norm",
     "norm_ffn": "ffn_norm",
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
+    "norm_after_ffn": "post_ffw_norm",
 }
+FUSED = ("blk.{}.attn_qkv.weight", "blk.{}.ffn_up.weight")
 
 # A GGUF names one eos id; chat models end their turns with these, which are found by their text.
 STOP_TEXTS = (
@@ -128,6 +116,15 @@ def _part(path: Path, tensor: gguf.ReaderTensor) -> Part:
     return Part(tensor.name, shape, read)
 
 
+def _longrope_factors(found: dict[str, Part]) -> dict[str, list[float]]:
+    parts = {kind: found.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")}
+    return {
+        f"{kind}_factor": part.read(0, part.shape[0]).astype(float).tolist()
+        for kind, part in parts.items()
+        if part
+    }
+
+
 def _apply_rope_factors(config: Config, part: Part) -> None:
     """Converters write llama3 scaling as what to divide each frequency by."""
     if part.shape != config.frequencies.shape[1:]:
@@ -173,13 +170,14 @@ def _load(path: Path) -> Model:
     if embed:
         metadata.setdefault("vocab_size", embed.shape[0])
     name = _value(reader, "general.name", None) or path.stem
-    config = config_from_gguf(metadata, architecture, name)
-    config.qkv_bias, config.qk_norm = kind.qkv_bias, kind.qk_norm
+    config = config_from_gguf(metadata, architecture, name, _longrope_factors(found))
     factors = found.pop("rope_freqs.weight", None)
     if factors:
         _apply_rope_factors(config, factors)
     tokenizer = tokenizer_from_gguf(reader)
     _set_tokens(config, reader, tokenizer)
+    if kind.family.fused:
+        split_fused(found, config, FUSED, source_name)
     parts = collect(found, config, source_name)
     for layer in range(config.layers if kind.interleaved else 0):
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):

@@ -12,7 +12,7 @@ from export.config import config_from_hf, family_of, text_config
 from export.errors import ExportError, malformed
 from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
-from export.model import Config, Model, Part, collect, rows_of
+from export.model import Model, Part, collect, split_fused
 from export.tokenizer import tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -40,6 +40,7 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+FUSED = ("model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.gate_up_proj.weight")
 # With norms after the block's halves the name of a Llama's second norm means another one.
 NAMES_AFTER = NAMES | {
     "norm_after_attention": "post_attention_layernorm",
@@ -127,28 +128,6 @@ def _all_tensors(folder: Path) -> dict[str, Part]:
     return found
 
 
-def _split_fused(found: dict[str, Part], config: Config) -> None:
-    """Phi-3 has q, k and v in one matrix, and gate and up in another."""
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    for layer in range(config.layers):
-        at = f"model.layers.{layer}."
-        for fused, pieces in (
-            ("self_attn.qkv_proj", {"q": query, "k": key, "v": key}),
-            ("mlp.gate_up_proj", {"gate": config.ffn, "up": config.ffn}),
-        ):
-            part = found.pop(f"{at}{fused}.weight", None)
-            if part is None:
-                raise ExportError(f"tensor {at}{fused}.weight is missing")
-            shape, first = (sum(pieces.values()), config.width), 0
-            if part.shape != shape:
-                raise ExportError(
-                    f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
-                )
-            for name, rows in pieces.items():
-                found[source_name(f"layers.{layer}.{name}")] = rows_of(part, first, rows)
-                first += rows
-
-
 def _text_tensors(found: dict[str, Part]) -> dict[str, Part]:
     """What a model that sees has for its text, by the names of a model of text."""
     text = {}
@@ -198,7 +177,7 @@ def load(folder: Path) -> Model:
     if family in TEXT_OF:
         family, found = f"{family}, the text part", _text_tensors(found)
     if kind.fused:
-        _split_fused(found, config)
+        split_fused(found, config, FUSED, source_name)
     names = NAMES_AFTER if kind.norms_after else NAMES
     parts = collect(found, config, lambda name: source_name(name, names), IGNORED)
     if kind.gemma:

@@ -221,6 +221,32 @@ def half_split(part: Part, heads: int) -> Part:
     return Part(part.name, part.shape, read)
 
 
+def split_fused(
+    found: dict[str, Part],
+    config: Config,
+    fused: tuple[str, str],
+    source_name: Callable[[str], str],
+) -> None:
+    """Some files have q, k and v in one matrix, and gate and up in another. fused: their names,
+    with {} for the layer."""
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    pieces = ({"q": query, "k": key, "v": key}, {"gate": config.ffn, "up": config.ffn})
+    for layer in range(config.layers):
+        for template, rows in zip(fused, pieces, strict=True):
+            name, first = template.format(layer), 0
+            part = found.pop(name, None)
+            if part is None:
+                raise ExportError(f"tensor {name} is missing")
+            shape = (sum(rows.values()), config.width)
+            if part.shape != shape:
+                raise ExportError(
+                    f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
+                )
+            for piece, count in rows.items():
+                found[source_name(f"layers.{layer}.{piece}")] = rows_of(part, first, count)
+                first += count
+
+
 def rows_of(part: Part, first: int, count: int) -> Part:
     """Some rows of a matrix."""
     shape = (count, *part.shape[1:])

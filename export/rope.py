@@ -186,7 +186,7 @@ def rope_from_hf(settings: Settings, family: Family, head_dim: int, context: int
     """Reads rope_parameters (transformers 5; of each kind of layer, where these differ) or
     rope_theta and rope_scaling (before). Tables: all layers', or first those of layers without a
     window."""
-    values, where = settings.values, "config.json: RoPE"
+    values, where = settings.values, f"{settings.where}: RoPE"
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise settings.wrong("rope_parameters", "one set of RoPE parameters")
