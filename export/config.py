@@ -31,6 +31,7 @@ def text_config(content: dict) -> dict:
     if not isinstance(text, dict):
         raise Settings(content, "config.json").wrong("text_config", "the config of the text part")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    keys += ("tie_word_embeddings",)
     whole = {key: content[key] for key in keys if content.get(key) is not None}
     return text | whole | {"architectures": [TEXT_OF[family]]}
 

@@ -40,6 +40,7 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+SEEING = ("vision_tower", "multi_modal_projector")  # of models that see: not their text part
 FUSED = ("model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.gate_up_proj.weight")
 # With norms after the block's halves the name of a Llama's second norm means another one.
 NAMES_AFTER = NAMES | {
@@ -128,18 +129,21 @@ def _all_tensors(folder: Path) -> dict[str, Part]:
     return found
 
 
-def _text_tensors(found: dict[str, Part]) -> dict[str, Part]:
-    """What a model that sees has for its text, by the names of a model of text."""
-    text = {}
+def _text_tensors(found: dict[str, Part]) -> tuple[dict[str, Part], str]:
+    """What a model that sees has for its text, by the names of a model of text; in words, what is
+    left out."""
+    text, left = {}, dict.fromkeys(SEEING, 0)
     for name, part in found.items():
         bare = name.removeprefix("model.")
-        if bare.startswith(("vision_tower.", "multi_modal_projector.")):
+        first = bare.split(".")[0]
+        if first in left:
+            left[first] += 1
             continue
         inner = bare.removeprefix("language_model.")
         if inner != bare and not inner.startswith(("model.", "lm_head.")):
             inner = "model." + inner
         text[inner if inner != bare else name] = part
-    return text
+    return text, " and ".join(f"{count} tensors of {part}" for part, count in left.items() if count)
 
 
 def _add_one(parts: dict[str, Part]) -> None:
@@ -158,8 +162,8 @@ def _check_tied(parts: dict[str, Part]) -> None:
         rows = start, min(start + step, embed.shape[0])
         if not np.array_equal(embed.read(*rows), classifier.read(*rows)):
             raise ExportError(
-                "config.json says tie_word_embeddings, but lm_head.weight differs from "
-                f"model.embed_tokens.weight in rows {rows[0]} to {rows[1] - 1}"
+                "config.json says or implies tie_word_embeddings, but lm_head.weight differs "
+                f"from model.embed_tokens.weight in rows {rows[0]} to {rows[1] - 1}"
             )
 
 
@@ -175,14 +179,16 @@ def load(folder: Path) -> Model:
     config.check()
     kind, found = FAMILIES[family_of(content)], _all_tensors(folder)
     if family in TEXT_OF:
-        family, found = f"{family}, the text part", _text_tensors(found)
+        found, left = _text_tensors(found)
+        family = f"{family}, the text part" + (f" (left out: {left})" if left else "")
     if kind.fused:
         split_fused(found, config, FUSED, source_name)
     names = NAMES_AFTER if kind.norms_after else NAMES
     parts = collect(found, config, lambda name: source_name(name, names), IGNORED)
     if kind.gemma:
         _add_one(parts)
-    if content.get("tie_word_embeddings") and "classifier" in parts:
+    tied = content.get("tie_word_embeddings", kind.defaults["tie_word_embeddings"])
+    if tied and "classifier" in parts:
         _check_tied(parts)
     tokenizer = tokenizer_from_hf(folder)
     config.chat = chat.shape_of(chat.template_from_hf(folder))

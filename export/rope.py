@@ -158,7 +158,7 @@ def _one(rope: Settings, family: Family, head_dim: int, context: int) -> Rope:
     if not (0 < part <= 1 if family.partial_rope else part == 1):
         raise rope.wrong("partial_rotary_factor", "0 to 1" if family.partial_rope else "1")
     dims = int(head_dim * part)
-    if dims % 2:
+    if dims % 2 and part < 1:
         raise rope.wrong("partial_rotary_factor", f"an even part of {head_dim} dimensions")
     theta = rope.number("rope_theta", None)
     scaled = _scaled(rope, frequencies(dims, theta), theta, context)

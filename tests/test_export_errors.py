@@ -81,13 +81,30 @@ def test_configs(tmp_path, out, capsys, tensors, changes, pattern):
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, "x", [], {}, [[]], 1 << 70])
-@pytest.mark.parametrize("family", ["llama", "qwen2_window", "phi3", "smollm3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_window", "phi4", "smollm3", "gemma3"])
 def test_config_values_of_any_kind(tmp_path, capsys, family, value):
     """Whatever a key holds: a file or one line."""
     config = tiny.FAMILIES[family]
     writers.hf_folder(tmp_path / "t", config, tiny.tensors(config))
     for key in config.keys() | {"layer_types", "no_rope_layer_interval", "partial_rotary_factor"}:
         (tmp_path / "t" / "config.json").write_text(json.dumps(config | {key: value}))
+        capsys.readouterr()
+        code = main([str(tmp_path / "t"), "-o", str(tmp_path / "model.bin")])
+        _, err = capsys.readouterr()
+        assert (code, len(err.splitlines())) in ((0, 0), (2, 1)), (key, err)
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, 5e-324, "x", [], {}, [[]], 1 << 70])
+@pytest.mark.parametrize("family", ["llama", "phi4", "qwen3_yarn", "gemma3"])
+def test_rope_parameters_of_any_kind(tmp_path, capsys, family, value):
+    """And those that may be there."""
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(tmp_path / "t", config, tiny.tensors(config))
+    given = config["rope_parameters"]
+    more = ("attention_factor", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    for key in given.keys() | {*more, "truncate", "partial_rotary_factor"}:
+        changed = {"rope_parameters": given | {"mscale": 1.0, "mscale_all_dim": 1.0} | {key: value}}
+        (tmp_path / "t" / "config.json").write_text(json.dumps(config | changed))
         capsys.readouterr()
         code = main([str(tmp_path / "t"), "-o", str(tmp_path / "model.bin")])
         _, err = capsys.readouterr()

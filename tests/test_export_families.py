@@ -67,33 +67,6 @@ def test_gemma_as_older_configs_say_it(tmp_path):
         assert abs(file.config["embed_scale"] - scale) < 1e-6
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_text_part_of_a_model_that_sees(tmp_path, prefix):
-    """Its tensors as older and as newer files name them; the rest is left out."""
-    config = tiny.FAMILIES["gemma3"]
-    tensors = tiny.tensors(config)
-    writers.hf_folder(tmp_path / "text", config, tensors)
-    file = export(tmp_path / "text", tmp_path / "text.bin")
-    seeing = {prefix + name.removeprefix("model."): part for name, part in tensors.items()}
-    for name in (
-        "vision_tower.vision_model.head.bias",
-        "multi_modal_projector.mm_soft_emb_norm.weight",
-    ):
-        seeing["model." * prefix.startswith("model.") + name] = np.ones(8, np.float32)
-    whole = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "eos_token_id": [1, 106],
-        "model_type": "gemma3",
-        "text_config": {key: value for key, value in config.items() if key != "architectures"},
-        "vision_config": {"hidden_size": 9},
-    }
-    writers.hf_folder(tmp_path / "seeing", whole, seeing)
-    other = export(tmp_path / "seeing", tmp_path / "seeing.bin")
-    same_tensors(other, file)
-    assert differs(other, file) == {"name", "stops", "stop_count"}
-    assert other.config["stops"] == [1, 106] and other.layers == file.layers
-
-
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES.keys() - {"llama", "qwen2_window"}))
 def test_other_families_in_gguf(tmp_path, family):
     """In llama.cpp's layout. A GGUF says nothing of the scale of scores nor of the layers that have

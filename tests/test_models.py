@@ -1,12 +1,14 @@
 """A checkpoint in any of the formats that the exporter reads, through export and ./run: the logits
 of transformers and the text of llama2.c come out."""
 
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import writers
+import xxhash
 from engine import ROOT, answer, logits, refusal
 from golden import tiny
 from tokenizer_data import DATA, need
@@ -172,6 +174,36 @@ def test_model_without_tokenizer_takes_ids_only(tmp_path):
     assert b"takes ids only" in answer(model, "--info")
     # A tokenizer from elsewhere, where its ids fit, is as good.
     assert "tokenizer" in refusal(3, model, "-z", need(DATA / "llama2c/llama2-tokenizer.model"))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (64 + 68, 2, "unknown data after the tensor table"),
+        (64 + 72, 4, "822784 bytes of tensors, expected"),
+        (64 + 76, 4, "822784 bytes of tensors, expected"),
+        (64 + 80, 8, "expected an even number up to head_dim 8"),
+        (64 + 88, 336, "822784 bytes of tensors, expected"),
+        (64 + 116, 1, "22 tensors, expected 25"),
+        (64 + 128, 1, "22 tensors, expected 28"),
+        (64 + 172, 1, "22 tensors, expected 21"),
+        (64 + 208, 331, "a stop is id 331, expected one below vocab 331"),
+        (64 + 280, 64, "the first dimension of tensor rope is 1, expected 2"),
+        (64 + 280, (1 << 22) + 1, "rope_original is 4194305, expected 0 to 4194304"),
+        (512, (1 << 22) + 1, "window of layer 0 is 4194305, expected up to 4194304"),
+        (512 + 4, 1, "layer 0 uses rope table 1 of 1"),
+    ],
+)
+def test_model_that_disagrees_with_itself(tmp_path, at, value, said):
+    """A number of the config or of a layer is another one, and the checksum fits."""
+    model, _ = exported("llama", tmp_path)
+    data = bytearray(model.read_bytes())
+    struct.pack_into("<I", data, at, value)
+    struct.pack_into("<Q", data, 48, 0)
+    head = bytes(data[: struct.unpack_from("<Q", data, 24)[0]])
+    struct.pack_into("<Q", data, 48, xxhash.xxh64_intdigest(head))
+    model.write_bytes(data)
+    assert said in refusal(3, model, "--ids", "1")
 
 
 def test_tokenizer_from_elsewhere(tmp_path):

@@ -38,6 +38,7 @@ tiny_FAMILY.npz       each random model of tiny.py
   text [200]          int32, greedy after the prompt; stop tokens do not stop
   and of those with longrope, whose logits are beyond the original context and whose text is within:
   short_logits [256,67], long_prompt [272], long_text [200]
+defaults.json         what the classes of transformers assume of a config.json that is empty
 rope.npz              inverse frequencies and the factor of each case of rope_cases.py
   NAME, NAME_scale    float32 [dimensions / 2], float; and NAME_long of longrope
 stories260K.npz       greedy from BOS alone, in the order of llama2.c: 200 positions
@@ -49,6 +50,7 @@ stories260K.txt       those ids as llama2.c prints them, and a newline
 
 import argparse
 import itertools
+import json
 import struct
 from pathlib import Path
 
@@ -320,6 +322,22 @@ def make_tiny(family):
     print(f"  error {error:.2e}, gap at least {top(logits)[2].min():.2e}")
 
 
+def make_defaults():
+    """What the class of each tiny family's config assumes of keys that are left out."""
+    named = {
+        settings["model_type"]: settings["architectures"][0] for settings in tiny.FAMILIES.values()
+    }
+    kept = ("architectures", "transformers_version", "id2label", "label2id", "model_type")
+    defaults = {}
+    for kind, name in named.items():
+        told = AutoConfig.for_model(kind).to_dict().items()
+        defaults[name] = {
+            key: value for key, value in told if key not in kept and value is not None
+        }
+    text = json.dumps(defaults, indent=1, sort_keys=True)
+    (HERE / "defaults.json").write_text(text + "\n")
+
+
 def make_rope():
     """What transformers makes of each set of RoPE parameters in rope_cases.py."""
     arrays = {}
@@ -442,6 +460,7 @@ def main():
     for family in tiny.FAMILIES:
         make_tiny(family)
     make_rope()
+    make_defaults()
     if args.tiny:
         return
     check(args.tokenizer, "four files are needed")
