@@ -115,6 +115,11 @@ def test_text_part_of_a_model_that_sees(tmp_path, capsys, prefix):
     same_tensors(other, file)
     assert differs(other, file) == {"name", "stops", "stop_count"}
     assert other.config["stops"] == [1, 106] and other.layers == file.layers
+    own = {"language_model.lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}
+    whole["tie_word_embeddings"] = False
+    del whole["text_config"]["tie_word_embeddings"]
+    writers.hf_folder(tmp_path / "own", whole, seeing | own)
+    assert export(tmp_path / "own", tmp_path / "own.bin").config["tied"] == 0
 
 
 @pytest.mark.parametrize("buffer", ["rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"])
