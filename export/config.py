@@ -86,6 +86,25 @@ def _cap(settings: Settings, family: Family, key: str) -> float:
     return settings.number(key, family.defaults.get(key))
 
 
+def _head_dim(settings: Settings, family: Family, width: int, heads: int) -> int:
+    if settings.values.get("head_dim", family.defaults["head_dim"]) is not None:
+        return settings.integer("head_dim", family.defaults["head_dim"])
+    if width % heads:
+        raise ExportError(
+            f"{settings.where}: hidden_size {width} is not a multiple of {heads} heads"
+        )
+    return width // heads
+
+
+def _attention_scale(settings: Settings, family: Family, head_dim: int) -> float:
+    scalar, key = float(head_dim), "query_pre_attn_scalar"
+    if key in family.defaults:
+        scalar = settings.number(key, family.defaults[key])
+        if not 1 <= scalar <= 1e6:
+            raise settings.wrong(key, "1 to 1e6")
+    return scalar**-0.5
+
+
 def _embed_scale(settings: Settings, width: int) -> float:
     """sqrt(width), in the dtype that the weights were trained in, as transformers rounds it."""
     dtype = settings.values.get("dtype") or settings.values.get("torch_dtype")
@@ -114,8 +133,7 @@ def _refuse_unsupported(settings: Settings) -> None:
 def config_from_hf(
     content: dict, generation: dict, name: str, where: str = "config.json"
 ) -> Config:
-    """generation: generation_config.json, whose token ids override those of config.json. where:
-    what messages call the source."""
+    """generation: generation_config.json, whose ids go first. where: what messages call content."""
     family = FAMILIES[family_of(content)]
     defaults = family.defaults
     settings = Settings(content, where)
@@ -128,12 +146,7 @@ def config_from_hf(
     )
     kv_heads = content.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = heads if kv_heads is None else integer("num_key_value_heads")
-    if content.get("head_dim", defaults["head_dim"]) is not None:
-        head_dim = integer("head_dim")
-    elif width % heads:
-        raise ExportError(f"config.json: hidden_size {width} is not a multiple of {heads} heads")
-    else:
-        head_dim = width // heads
+    head_dim = _head_dim(settings, family, width, heads)
     layers = integer("num_hidden_layers")
     turning = _turning(settings, layers) if family.rope_by_layer else (True,) * layers
     sliding, window = _sliding(settings, family, turning), _window(settings, family, context)
@@ -141,11 +154,6 @@ def config_from_hf(
     _refuse_unsupported(settings)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, where)
     rope = rope_from_hf(settings, family, head_dim, context)
-    scalar = float(head_dim)
-    if "query_pre_attn_scalar" in defaults:
-        scalar = settings.number("query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
-        if not 1 <= scalar <= 1e6:
-            raise settings.wrong("query_pre_attn_scalar", "1 to 1e6")
     bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,
@@ -171,7 +179,7 @@ def config_from_hf(
         norms_after=family.norms_after,
         norms_before=family.norms_before,
         activation="gelu" if family.gemma else "silu",
-        attention_scale=scalar**-0.5,
+        attention_scale=_attention_scale(settings, family, head_dim),
         attention_cap=_cap(settings, family, "attn_logit_softcapping"),
         final_cap=_cap(settings, family, "final_logit_softcapping"),
         embed_scale=_embed_scale(settings, width) if family.gemma else 1.0,

@@ -76,13 +76,13 @@ def _scaling(settings: Settings, factors: dict[str, list[float]]) -> dict:
     if factor and factor < 1:
         raise settings.wrong("rope.scaling.factor", "at least 1")
     if kind == "yarn":
-        names = {
-            "attn_factor": "attention_factor",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-        }
         told = {
-            ours: settings.values.get(f"rope.scaling.yarn_{key}") for key, ours in names.items()
+            name: settings.values.get(f"rope.scaling.yarn_{key}")
+            for name, key in (
+                ("attention_factor", "attn_factor"),
+                ("beta_fast", "beta_fast"),
+                ("beta_slow", "beta_slow"),
+            )
         }
         return {"rope_type": "yarn", "factor": factor} | told
     return {"rope_type": "linear", "factor": factor} if factor > 1 else {}
@@ -102,7 +102,7 @@ def _rope(settings: Settings, kind: Architecture, head_dim: int, factors: dict) 
     return {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
 
 
-def _windows(settings: Settings, kind: Architecture, layers: int) -> dict:
+def _windows(settings: Settings, kind: Architecture) -> dict:
     """Windows are in all layers, or the architecture says in which, or a period, or a list does."""
     if not kind.window:
         return {}
@@ -157,5 +157,5 @@ def config_from_gguf(
     content |= {key: settings.number(key, None) for key in CAPS if key in metadata}
     if "query_pre_attn_scalar" in kind.family.defaults:
         content["query_pre_attn_scalar"] = width / heads if layers == kind.root_layers else head_dim
-    content |= _windows(settings, kind, layers)
+    content |= _windows(settings, kind)
     return config_from_hf(content, {}, name, "GGUF metadata")
