@@ -19,7 +19,7 @@ FIELDS = (
     ("embed_scale", "f"), ("tied", "I"), ("experts", "I"), ("experts_used", "I"),
     ("experts_renormalised", "I"), ("bos", "I"), ("add_bos", "I"), ("pad", "I"), ("unk", "I"),
     ("stop_count", "I"), ("stops", "64s"), ("chat_shape", "I"),
-    ("chat_bos", "I"),
+    ("chat_bos", "I"), ("rope_original", "I"),
 )  # fmt: skip
 NO_ID = 0xFFFFFFFF
 
@@ -50,7 +50,10 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor, in order."""
     width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
     query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
-    tensors = [("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2))] if c["rope_tables"] else []
+    tensors = []
+    if c["rope_tables"]:
+        rows = c["rope_tables"] * (1 + (c["rope_original"] > 0))
+        tensors.append(("rope", 0, (rows, c["rotary_dims"] // 2)))
     tensors.append(("embed", dtype, (c["vocab"], width)))
     if c["learned_positions"]:
         tensors.append(("positions", dtype, (c["context"], width)))
@@ -154,10 +157,13 @@ def activated(kind: int, x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
-    """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
-    number that a backend keeps between two operators: the inputs of products, queries, the cache.
-    product is what becomes of rows [T, K] and a matrix [N, K].
+def forward(
+    model: ModelFile, ids, stored=lambda x: x, product=np.inner, context=None
+) -> np.ndarray:
+    """Logits [T, V] in float64, as format.md describes the block, in a context as long as the text
+    where none is given. stored is what becomes of a number that a backend keeps between two
+    operators: the inputs of products, queries, the cache. product is what becomes of rows [T, K]
+    and a matrix [N, K].
     """
     c = model.config
     heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
@@ -177,11 +183,14 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         rows, factor = norm(x, name) if name in weights else (stored(x), 1)
         return product(rows, weights[matrix]) * factor
 
+    second = 0 < c["rope_original"] < (context or count)
+    tables = weights["rope"][c["rope_tables"] * second :] if c["rope_tables"] else ()
+
     def rotate(x, table):
         if table == NO_ID:
             return x
-        angle = position[:, None, None] * weights["rope"][table]
-        cos, sin = np.cos(angle), np.sin(angle)
+        angle = position[:, None, None] * tables[table]
+        cos, sin = np.cos(angle) * c["rope_scale"], np.sin(angle) * c["rope_scale"]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 

@@ -19,8 +19,31 @@ def head_dim(config):
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def inverse_frequencies(config, layer):
-    """[rotary dimensions / 2], with the scaling that the config asks for."""
+def yarn(rope, freq):
+    """As the paper has it: by the turns that a dimension makes within the original context. Between
+    32 and 1 of them a ramp over the dimensions, from the one below to the one above."""
+    spacing = np.log(freq[0] / freq[1])
+    turns = rope["original_max_position_embeddings"] * freq[0] / (2 * math.pi)
+    first = max(math.floor(math.log(turns / 32) / spacing), 0)
+    last = min(math.ceil(math.log(turns) / spacing), 2 * len(freq) - 1)
+    kept = 1 - np.clip((np.arange(len(freq)) - first) / (last - first), 0, 1)
+    return kept * freq + (1 - kept) * freq / rope["factor"]
+
+
+def rope_scale(config):
+    """What cosines and sines are multiplied by."""
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "yarn":
+        return 0.1 * math.log(rope["factor"]) + 1
+    if rope.get("rope_type") == "longrope":
+        original = rope["original_max_position_embeddings"]
+        factor = config["max_position_embeddings"] / original
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1
+
+
+def inverse_frequencies(config, layer, count):
+    """[rotary dimensions / 2], with the scaling that the config asks for at so many positions."""
     rope = config["rope_parameters"]
     rope = rope.get(config["layer_types"][layer], rope) if "full_attention" in rope else rope
     dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1))
@@ -29,8 +52,13 @@ def inverse_frequencies(config, layer):
         return freq
     if rope["rope_type"] == "linear":
         return freq / rope["factor"]
+    if rope["rope_type"] == "longrope":
+        longer = count > rope["original_max_position_embeddings"]
+        return freq / np.array(rope["long_factor" if longer else "short_factor"])
+    if rope["rope_type"] == "yarn":
+        return yarn(rope, freq)
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope_type {rope['rope_type']}, expected default, linear or llama3")
+        raise ValueError(f"rope_type {rope['rope_type']} is not one of those here")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0, 1)
@@ -107,8 +135,8 @@ def logits(config, weights, ids, dtype=np.float64):
         x = x * dtype(np.float32(math.sqrt(config["hidden_size"])))
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config, layer)
-        cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+        angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config, layer, len(ids))
+        cos, sin = (rope_scale(config) * f(angle).astype(dtype) for f in (np.cos, np.sin))
         h = norm(x, at + "input_layernorm.weight")
         if at + "self_attn.qkv_proj.weight" in weights:
             qkv = project(h, at + "self_attn.qkv_proj")
