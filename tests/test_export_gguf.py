@@ -184,6 +184,7 @@ def test_gguf_rope():
     ("architecture", "more", "factors", "pattern"),
     [
         ("qwen2", {}, {}, "qwen2.attention.sliding_window 64 is not supported"),
+        ("gpt2", {}, {}, "gpt2.attention.sliding_window 64 is not supported"),
         ("gemma3", {"attention.sliding_window": -1}, {}, "attention.sliding_window: expected a wh"),
         ("gemma3", {"attention.sliding_window_pattern": 0}, {}, "window_pattern: expected a whole"),
         ("gemma3", {"attention.sliding_window_pattern": [1]}, {}, "layer_types: expected one of"),

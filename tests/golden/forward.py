@@ -88,6 +88,12 @@ def cap(x, limit):
     return limit * np.tanh(x / limit) if limit else x
 
 
+def activated(x, gemma):
+    if gemma:
+        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
 def attention(q, k, v, seen, scale, limit):
     """Causal attention of q [T, H, D] over k, v [T, K, D], of the last `seen` positions; returns
     [T, H * D]."""
@@ -150,21 +156,14 @@ def logits(config, weights, ids, dtype=np.float64):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         h = attention(q, k, v, window(config, layer), scale, config.get("attn_logit_softcapping"))
         h = h @ w(at + "self_attn.o_proj.weight").T
-        if norms_after:
-            x = x + norm(h, at + "post_attention_layernorm.weight")
-            h = norm(x, at + "pre_feedforward_layernorm.weight")
-        else:
-            x = x + h
-            h = norm(x, at + "post_attention_layernorm.weight")
+        x = x + (norm(h, at + "post_attention_layernorm.weight") if norms_after else h)
+        before = "pre_feedforward" if norms_after else "post_attention"
+        h = norm(x, f"{at}{before}_layernorm.weight")
         if at + "mlp.gate_up_proj.weight" in weights:
             gate, up = np.split(h @ w(at + "mlp.gate_up_proj.weight").T, 2, axis=1)
         else:
             gate, up = (h @ w(f"{at}mlp.{name}_proj.weight").T for name in ("gate", "up"))
-        if gemma:
-            gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        else:
-            gate = gate / (1 + np.exp(-gate))
-        h = gate * up @ w(at + "mlp.down_proj.weight").T
+        h = activated(gate, gemma) * up @ w(at + "mlp.down_proj.weight").T
         x = x + (norm(h, at + "post_feedforward_layernorm.weight") if norms_after else h)
     tied = config["tie_word_embeddings"]
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
