@@ -39,8 +39,12 @@ static void print_layers(const struct config *c) {
     if (c->rotary_dims) {
         printf("RoPE                 %d dimensions of a head", c->rotary_dims);
         if (still) printf(", not in %d layer%s", still, still > 1 ? "s" : "");
+        if (c->rope_scale != 1) printf(", factor %g", (double)c->rope_scale);
         putchar('\n');
     }
+    if (c->rope_original)
+        printf("RoPE frequencies     two sets: for contexts (-c) up to %d, and for longer ones\n",
+               c->rope_original);
     if (sliding)
         printf("window               %d positions in %d of %d layers\n", window, sliding,
                c->layers);

@@ -1,75 +1,13 @@
-"""Configs of the sources: Hugging Face's config.json and GGUF's metadata; RoPE frequencies."""
-
-import math
+"""Hugging Face's config.json: what it says, and what the class of transformers adds to it."""
 
 import numpy as np
 
 from export.errors import ExportError
-from export.families import FAMILIES, LLAMA, TEXT_OF, TYPES, Family
+from export.families import FAMILIES, TEXT_OF, TYPES, Family
 from export.model import Config
+from export.rope import KINDS, rope_from_hf
+from export.settings import Settings
 from export.writer import to_bf16
-
-ROPE_TYPES = ("default", "linear", "llama3")
-KINDS = ("full_attention", "sliding_attention")  # of layers, by layer_types
-
-
-def frequencies(dims: int, theta: float) -> np.ndarray:
-    """Inverse frequencies, float64 [dims/2], where RoPE turns so many dimensions of a head."""
-    if not (math.isfinite(theta) and 1 <= theta <= 1e9):
-        raise ExportError(f"config: RoPE theta {theta} is not in 1 to 1e9")
-    return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
-
-
-def scale_llama3(
-    base: np.ndarray, factor: float, low: float, high: float, original: float
-) -> np.ndarray:
-    """Wavelengths above original/low are stretched by factor, those below original/high are kept,
-    and between the two the frequencies are blended."""
-    if not (factor >= 1 and 0 < low < high and original > 0):
-        raise ExportError(
-            f"config: llama3 RoPE scaling with factor {factor}, low_freq_factor {low}, "
-            f"high_freq_factor {high}, original context {original} makes no sense"
-        )
-    turns = original * base / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return keep * base + (1 - keep) * base / factor
-
-
-class Settings:
-    """A JSON object whose values are checked as they are read."""
-
-    def __init__(self, values: dict, where: str):
-        self.values, self.where = values, where
-
-    def wrong(self, key: str, expected: str) -> ExportError:
-        found = repr(self.values.get(key))[:100]
-        return ExportError(f"{self.where}: {key}: expected {expected}, found {found}")
-
-    def integer(self, key: str, default: int | None) -> int:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "a whole number above 0")
-        return value
-
-    def number(self, key: str, default: float | None) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(key, "a number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return bool(value)
-
-    def ids(self, key: str, default: int | None) -> list[int]:
-        """An id, a list of ids, or null; negative ones mean none."""
-        value = self.values.get(key, default)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self.wrong(key, "a token id, a list of them, or null")
-        return [i for i in dict.fromkeys(ids) if i >= 0]
 
 
 def family_of(content: dict) -> str:
@@ -93,72 +31,9 @@ def text_config(content: dict) -> dict:
     if not isinstance(text, dict):
         raise Settings(content, "config.json").wrong("text_config", "the config of the text part")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    keys += ("tie_word_embeddings",)
     whole = {key: content[key] for key in keys if content.get(key) is not None}
     return text | whole | {"architectures": [TEXT_OF[family]]}
-
-
-def _rope_table(rope: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
-    """What a set of RoPE parameters says, in words and as frequencies."""
-    part = rope.number("partial_rotary_factor", 1.0)
-    if not (0 < part <= 1 if family.partial_rope else part == 1):
-        raise rope.wrong("partial_rotary_factor", "0 to 1" if family.partial_rope else "1")
-    dims = int(head_dim * part)
-    if dims % 2:
-        raise rope.wrong("partial_rotary_factor", f"an even part of {head_dim} dimensions")
-    theta = rope.number("rope_theta", None)
-    base = frequencies(dims, theta)
-    about = f"theta {theta:g}"
-    if dims < head_dim:
-        about += f", {dims} of {head_dim} dimensions"
-    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
-    if kind == "default":
-        return about, base
-    if kind == "linear":
-        factor = rope.number("factor", None)
-        if factor < 1:
-            raise rope.wrong("factor", "at least 1")
-        return f"{about}, linear scaling {factor:g}", base / factor
-    if kind == "llama3":
-        factor = rope.number("factor", None)
-        return f"{about}, llama3 scaling {factor:g}", scale_llama3(
-            base,
-            factor,
-            rope.number("low_freq_factor", None),
-            rope.number("high_freq_factor", None),
-            rope.number("original_max_position_embeddings", None),
-        )
-    raise ExportError(
-        f"config.json: RoPE scaling {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
-    )
-
-
-def _rope_from_hf(settings: Settings, family: Family, head_dim: int) -> tuple[str, np.ndarray]:
-    """Reads rope_parameters (transformers 5; of each kind of layer, where these differ) or
-    rope_theta and rope_scaling (before). Frequencies of each table: all layers', or first those of
-    layers without a window."""
-    values, where = settings.values, "config.json: RoPE"
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    if family.local_rope and any(kind in given for kind in KINDS):
-        sets = [given.get(kind) or {} for kind in KINDS]
-        if not all(isinstance(parameters, dict) for parameters in sets):
-            raise settings.wrong("rope_parameters", "one set of RoPE parameters for each kind")
-    elif any(isinstance(value, dict) for value in given.values()):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    else:
-        sets = [given, {}] if family.local_rope else [given]
-    keys = ("rope_theta", "rope_local_base_freq")
-    told, tables = [], []
-    for key, parameters in zip(keys, sets, strict=False):
-        theta = {"rope_theta": values.get(key, family.defaults[key])}
-        part = {"partial_rotary_factor": values.get("partial_rotary_factor", 1.0)}
-        about, table = _rope_table(Settings(theta | part | parameters, where), family, head_dim)
-        if key not in values and "rope_theta" not in parameters:
-            about += " (not in the config: the family's default)"
-        told.append(about)
-        tables.append(table)
-    return "; in windows ".join(told), np.stack(tables)
 
 
 def _list(settings: Settings, key: str, layers: int, known: tuple) -> list:
@@ -211,6 +86,25 @@ def _cap(settings: Settings, family: Family, key: str) -> float:
     return settings.number(key, family.defaults.get(key))
 
 
+def _head_dim(settings: Settings, family: Family, width: int, heads: int) -> int:
+    if settings.values.get("head_dim", family.defaults["head_dim"]) is not None:
+        return settings.integer("head_dim", family.defaults["head_dim"])
+    if width % heads:
+        raise ExportError(
+            f"{settings.where}: hidden_size {width} is not a multiple of {heads} heads"
+        )
+    return width // heads
+
+
+def _attention_scale(settings: Settings, family: Family, head_dim: int) -> float:
+    scalar, key = float(head_dim), "query_pre_attn_scalar"
+    if key in family.defaults:
+        scalar = settings.number(key, family.defaults[key])
+        if not 1 <= scalar <= 1e6:
+            raise settings.wrong(key, "1 to 1e6")
+    return scalar**-0.5
+
+
 def _embed_scale(settings: Settings, width: int) -> float:
     """sqrt(width), in the dtype that the weights were trained in, as transformers rounds it."""
     dtype = settings.values.get("dtype") or settings.values.get("torch_dtype")
@@ -236,11 +130,13 @@ def _refuse_unsupported(settings: Settings) -> None:
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
 
 
-def config_from_hf(content: dict, generation: dict, name: str) -> Config:
-    """generation: generation_config.json, whose token ids override those of config.json."""
+def config_from_hf(
+    content: dict, generation: dict, name: str, where: str = "config.json"
+) -> Config:
+    """generation: generation_config.json, whose ids go first. where: what messages call content."""
     family = FAMILIES[family_of(content)]
     defaults = family.defaults
-    settings = Settings(content, "config.json")
+    settings = Settings(content, where)
 
     def integer(key: str) -> int:
         return settings.integer(key, defaults[key])
@@ -250,24 +146,14 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
     )
     kv_heads = content.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = heads if kv_heads is None else integer("num_key_value_heads")
-    if content.get("head_dim", defaults["head_dim"]) is not None:
-        head_dim = integer("head_dim")
-    elif width % heads:
-        raise ExportError(f"config.json: hidden_size {width} is not a multiple of {heads} heads")
-    else:
-        head_dim = width // heads
+    head_dim = _head_dim(settings, family, width, heads)
     layers = integer("num_hidden_layers")
     turning = _turning(settings, layers) if family.rope_by_layer else (True,) * layers
     sliding, window = _sliding(settings, family, turning), _window(settings, family, context)
     _check_activation(settings, family)
     _refuse_unsupported(settings)
-    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
-    rope, table = _rope_from_hf(settings, family, head_dim)
-    scalar = float(head_dim)
-    if "query_pre_attn_scalar" in defaults:
-        scalar = settings.number("query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
-        if not 1 <= scalar <= 1e6:
-            raise settings.wrong("query_pre_attn_scalar", "1 to 1e6")
+    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, where)
+    rope = rope_from_hf(settings, family, head_dim, context)
     bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,
@@ -280,8 +166,11 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         vocab=integer("vocab_size"),
         context=context,
         norm_eps=settings.number("rms_norm_eps", defaults["rms_norm_eps"]),
-        rope=rope,
-        frequencies=table,
+        rope=rope.about,
+        frequencies=rope.tables,
+        rope_scale=rope.scale,
+        long_frequencies=rope.long,
+        rope_original=rope.original,
         bos=bos[0] if bos else None,
         pad=pad[0] if pad else None,
         stops=ids.ids("eos_token_id", defaults["eos_token_id"]),
@@ -290,7 +179,7 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
         norms_after=family.norms_after,
         norms_before=family.norms_before,
         activation="gelu" if family.gemma else "silu",
-        attention_scale=scalar**-0.5,
+        attention_scale=_attention_scale(settings, family, head_dim),
         attention_cap=_cap(settings, family, "attn_logit_softcapping"),
         final_cap=_cap(settings, family, "final_logit_softcapping"),
         embed_scale=_embed_scale(settings, width) if family.gemma else 1.0,
@@ -299,62 +188,4 @@ def config_from_hf(content: dict, generation: dict, name: str) -> Config:
             (slides if family.local_rope else 0) if turns else None
             for slides, turns in zip(sliding, turning, strict=True)
         ),
-    )
-
-
-# Metadata of a GGUF that changes the arithmetic and that none of these families has.
-GGUF_REFUSED = (
-    "expert_count",
-    "attention.sliding_window",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attn_logit_softcapping",
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-    "rope.scaling.attn_factor",
-)
-
-
-def refuse_in_gguf(metadata: dict, architecture: str) -> None:
-    for key in GGUF_REFUSED:
-        if metadata.get(key):
-            raise ExportError(
-                f"GGUF metadata: {architecture}.{key} {metadata[key]} is not supported yet"
-            )
-
-
-def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
-    """metadata: the keys that begin with the architecture and a dot, without these. The factors of
-    llama3 scaling stand in a tensor of their own."""
-    settings = Settings(metadata, "GGUF metadata")
-    refuse_in_gguf(metadata, architecture)
-    width, heads = (
-        settings.integer(key, None) for key in ("embedding_length", "attention.head_count")
-    )
-    head_dim = settings.integer("attention.key_length", max(width // heads, 1))
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if settings.integer(key, head_dim) != head_dim:
-            raise settings.wrong(key, f"the head size, {head_dim}")
-    theta = settings.number("rope.freq_base", LLAMA["rope_theta"])
-    base = frequencies(head_dim, theta)
-    scaling = metadata.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise settings.wrong("rope.scaling.type", "none or linear")
-    factor = settings.number("rope.scaling.factor", metadata.get("rope.scale_linear", 1.0))
-    if factor and factor < 1:
-        raise settings.wrong("rope.scaling.factor", "at least 1")
-    return Config(
-        name=name,
-        width=width,
-        layers=settings.integer("block_count", None),
-        heads=heads,
-        kv_heads=settings.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn=settings.integer("feed_forward_length", None),
-        vocab=settings.integer("vocab_size", None),
-        context=settings.integer("context_length", None),
-        norm_eps=settings.number("attention.layer_norm_rms_epsilon", None),
-        rope=f"theta {theta:g}" + (f", linear scaling {factor:g}" if factor > 1 else ""),
-        frequencies=(base / (factor or 1.0))[None],
     )

@@ -18,6 +18,7 @@ LLAMA = {
     "pad_token_id": None,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
 }
 MISTRAL = LLAMA | {
     "intermediate_size": 14336,
@@ -39,6 +40,7 @@ PHI3 = LLAMA | {
     "hidden_size": 3072,
     "intermediate_size": 8192,
     "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
     "eos_token_id": 32000,
     "pad_token_id": 32000,
     "rms_norm_eps": 1e-5,
@@ -54,6 +56,7 @@ SMOLLM3 = LLAMA | {
     "eos_token_id": 128001,
     "pad_token_id": 128004,
     "rope_theta": 2000000.0,
+    "tie_word_embeddings": True,
 }
 GEMMA = LLAMA | {
     "vocab_size": 256000,
@@ -67,6 +70,7 @@ GEMMA = LLAMA | {
     "bos_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 0,
+    "tie_word_embeddings": True,
 }
 GEMMA2 = GEMMA | {
     "hidden_size": 2304,

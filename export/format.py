@@ -143,7 +143,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         ("learned_positions", "I", config.learned_positions),
         ("rotary_dims", "I", config.rotary_dims),
         ("rope_tables", "I", len(config.frequencies)),
-        ("rope_scale", "f", 1.0),
+        ("rope_scale", "f", config.rope_scale),
         ("attention_scale", "f", config.attention_scale or config.head_dim**-0.5),
         ("attention_cap", "f", config.attention_cap),
         ("final_cap", "f", config.final_cap),
@@ -160,6 +160,7 @@ def config_fields(model: Model, dtype: int) -> list[tuple[str, str, object]]:
         *(("stops", "I", stop) for stop in stops),
         ("chat_shape", "I", chat.SHAPES[config.chat]),
         ("chat_bos", "I", config.chat_bos and config.bos is not None),
+        ("rope_original", "I", config.rope_original),
     ]
 
 
@@ -169,7 +170,7 @@ def config_bytes(model: Model, dtype: int) -> bytes:
 
 
 def rope_part(config: Config) -> Part:
-    table = config.frequencies.astype(np.float32)
+    table = config.rope_table.astype(np.float32)
     return Part("rope", table.shape, lambda start, stop: table[start:stop])
 
 
@@ -183,7 +184,7 @@ def file_tensors(model: Model, dtype: int) -> list[Tensor]:
     ffn, width = config.padded_ffn, config.width
     tensors = []
     if len(config.frequencies):
-        tensors.append(Tensor("rope", F32, config.frequencies.shape, [rope_part(config)]))
+        tensors.append(Tensor("rope", F32, config.rope_table.shape, [rope_part(config)]))
 
     def matrix(name: str, *stacked: Part) -> None:
         rows = sum(part.shape[0] for part in stacked)

@@ -1,35 +1,16 @@
 """GGUF files, through the gguf package; blocks of every type that the package can dequantise."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from export import chat, gpt2
-from export.config import config_from_gguf
 from export.errors import ExportError, malformed
 from export.files import read_array
-from export.model import Config, Model, Part, collect, half_split
+from export.gguf_config import ARCHITECTURES, config_from_gguf
+from export.model import Config, Model, Part, collect, half_split, split_fused
 from export.tokenizer import Tokenizer, tokenizer_from_gguf
-
-
-@dataclass(frozen=True)
-class Architecture:
-    interleaved: bool = False  # rows of q and k are in the order of interleaved RoPE
-    qkv_bias: bool = False
-    qk_norm: int = 0  # 1: of each head
-    config: Callable[[dict, str, str], Config] = config_from_gguf
-    fused: bool = False  # q, k and v stand in one tensor
-
-
-ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
-    "qwen2": Architecture(qkv_bias=True),
-    "qwen3": Architecture(qk_norm=1),
-    "gpt2": Architecture(qkv_bias=True, config=gpt2.config_from_gguf, fused=True),
-}
 
 NAMES = {
     "embed": "token_embd",
@@ -43,11 +24,14 @@ NAMES = {
     "norm_q": "attn_q_norm",
     "norm_k": "attn_k_norm",
     "out": "attn_output",
+    "norm_after_attention": "post_attention_norm",
     "norm_ffn": "ffn_norm",
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
+    "norm_after_ffn": "post_ffw_norm",
 }
+FUSED = ("blk.{}.attn_qkv.weight", "blk.{}.ffn_up.weight")
 
 # A GGUF names one eos id; chat models end their turns with these, which are found by their text.
 STOP_TEXTS = (
@@ -130,6 +114,15 @@ def _part(path: Path, tensor: gguf.ReaderTensor) -> Part:
     return Part(tensor.name, shape, read)
 
 
+def _longrope_factors(found: dict[str, Part]) -> dict[str, list[float]]:
+    parts = {kind: found.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")}
+    return {
+        f"{kind}_factor": part.read(0, part.shape[0]).astype(float).tolist()
+        for kind, part in parts.items()
+        if part
+    }
+
+
 def _apply_rope_factors(config: Config, part: Part) -> None:
     """Converters write llama3 scaling as what to divide each frequency by."""
     if part.shape != config.frequencies.shape[1:]:
@@ -176,14 +169,16 @@ def _load(path: Path) -> Model:
     if embed:
         metadata.setdefault("vocab_size", embed.shape[0])
     name = _value(reader, "general.name", None) or path.stem
-    config = kind.config(metadata, architecture, name)
-    config.qkv_bias, config.qk_norm = kind.qkv_bias, kind.qk_norm
+    longrope = {} if kind.gpt2 else _longrope_factors(found)
+    config = config_from_gguf(metadata, architecture, name, longrope)
     factors = found.pop("rope_freqs.weight", None)
     if factors:
         _apply_rope_factors(config, factors)
     tokenizer = tokenizer_from_gguf(reader)
     _set_tokens(config, reader, tokenizer)
-    if kind.fused:
+    if kind.family.fused:
+        split_fused(found, config, FUSED, source_name)
+    if kind.gpt2:
         config.check()
         gpt2.split_qkv(found, config, "blk.{}.attn_qkv", source_name)
     parts = collect(found, config, source_name)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from export import chat
-from export.config import Settings, refuse_in_gguf
 from export.errors import ExportError, malformed
 from export.model import Config, Model, Part, check_tied, collect, rows_of, transposed
+from export.settings import Settings
 from export.tokenizer import Tokenizer, tokenizer_from_hf
 
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -137,10 +137,8 @@ def _config_from_nanogpt(content: dict, name: str) -> Config:
     )
 
 
-def config_from_gguf(metadata: dict, architecture: str, name: str) -> Config:
-    """metadata: the keys that begin with the architecture and a dot, without these."""
-    refuse_in_gguf(metadata, architecture)
-    settings = Settings(metadata, "GGUF metadata")
+def config_from_gguf(settings: Settings, name: str) -> Config:
+    """settings: the keys that begin with the architecture and a dot, without these."""
     return block_config(
         settings.integer("embedding_length", None),
         settings.integer("attention.head_count", None),
@@ -212,7 +210,10 @@ def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) 
     split_qkv(bare, config, "h.{}.attn.c_attn", source_name)
     parts = collect(bare, config, source_name, IGNORED)
     if "classifier" in parts and (own or content.get("tie_word_embeddings", True)):
-        check_tied(parts, "the classifier is tied" if own else "config.json ties the classifier")
+        check_tied(
+            parts,
+            "the classifier is tied" if own else "config.json says or implies tie_word_embeddings",
+        )
     tokenizer = tokenizer_from_hf(folder)
     if own:
         set_end_of_text(config, tokenizer)

@@ -12,7 +12,7 @@ from export.config import config_from_hf, family_of, text_config
 from export.errors import ExportError, malformed
 from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
-from export.model import Config, Model, Part, check_tied, collect, rows_of
+from export.model import Model, Part, check_tied, collect, split_fused
 from export.tokenizer import tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -40,6 +40,8 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+SEEING = ("vision_tower", "multi_modal_projector")  # of models that see: not their text part
+FUSED = ("model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.gate_up_proj.weight")
 # With norms after the block's halves the name of a Llama's second norm means another one.
 NAMES_AFTER = NAMES | {
     "norm_after_attention": "post_attention_layernorm",
@@ -127,40 +129,21 @@ def _all_tensors(folder: Path) -> dict[str, Part]:
     return found
 
 
-def _split_fused(found: dict[str, Part], config: Config) -> None:
-    """Phi-3 has q, k and v in one matrix, and gate and up in another."""
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    for layer in range(config.layers):
-        at = f"model.layers.{layer}."
-        for fused, pieces in (
-            ("self_attn.qkv_proj", {"q": query, "k": key, "v": key}),
-            ("mlp.gate_up_proj", {"gate": config.ffn, "up": config.ffn}),
-        ):
-            part = found.pop(f"{at}{fused}.weight", None)
-            if part is None:
-                raise ExportError(f"tensor {at}{fused}.weight is missing")
-            shape, first = (sum(pieces.values()), config.width), 0
-            if part.shape != shape:
-                raise ExportError(
-                    f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
-                )
-            for name, rows in pieces.items():
-                found[source_name(f"layers.{layer}.{name}")] = rows_of(part, first, rows)
-                first += rows
-
-
-def _text_tensors(found: dict[str, Part]) -> dict[str, Part]:
-    """What a model that sees has for its text, by the names of a model of text."""
-    text = {}
+def _text_tensors(found: dict[str, Part]) -> tuple[dict[str, Part], str]:
+    """What a model that sees has for its text, by the names of a model of text; in words, what is
+    left out."""
+    text, left = {}, dict.fromkeys(SEEING, 0)
     for name, part in found.items():
         bare = name.removeprefix("model.")
-        if bare.startswith(("vision_tower.", "multi_modal_projector.")):
+        first = bare.split(".")[0]
+        if first in left:
+            left[first] += 1
             continue
         inner = bare.removeprefix("language_model.")
         if inner != bare and not inner.startswith(("model.", "lm_head.")):
             inner = "model." + inner
         text[inner if inner != bare else name] = part
-    return text
+    return text, " and ".join(f"{count} tensors of {part}" for part, count in left.items() if count)
 
 
 def _add_one(parts: dict[str, Part]) -> None:
@@ -185,15 +168,17 @@ def load(folder: Path) -> Model:
     config.check()
     kind, found = FAMILIES[family_of(content)], _all_tensors(folder)
     if family in TEXT_OF:
-        family, found = f"{family}, the text part", _text_tensors(found)
+        found, left = _text_tensors(found)
+        family = f"{family}, the text part" + (f" (left out: {left})" if left else "")
     if kind.fused:
-        _split_fused(found, config)
+        split_fused(found, config, FUSED, source_name)
     names = NAMES_AFTER if kind.norms_after else NAMES
     parts = collect(found, config, lambda name: source_name(name, names), IGNORED)
     if kind.gemma:
         _add_one(parts)
-    if content.get("tie_word_embeddings") and "classifier" in parts:
-        check_tied(parts, "config.json says tie_word_embeddings")
+    tied = content.get("tie_word_embeddings", kind.defaults["tie_word_embeddings"])
+    if tied and "classifier" in parts:
+        check_tied(parts, "config.json says or implies tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
     template = chat.template_from_hf(folder)
     config.chat, config.chat_bos = chat.shape_of(template), chat.has_bos(template)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from export.config import frequencies
 from export.errors import ExportError
 from export.files import read_array
 from export.model import Config, Model, Part, half_split, part_shapes
+from export.rope import frequencies
 from export.tokenizer import tokenizer_from_llama2c
 
 MAGIC = 0x616B3432

@@ -27,6 +27,9 @@ class Config:
     norm_eps: float
     rope: str  # for people: theta and scaling
     frequencies: np.ndarray  # inverse, float64 [tables, dimensions of a head that turn / 2]
+    rope_scale: float = 1.0  # on cosines and sines
+    long_frequencies: np.ndarray | None = None  # where the context is longer than rope_original
+    rope_original: int = 0
     qkv_bias: bool = False  # on q, k and v
     qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
     norms_after: bool = False  # of what attention and feed-forward give
@@ -58,6 +61,12 @@ class Config:
     def rotary_dims(self) -> int:
         return 2 * self.frequencies.shape[1]
 
+    @property
+    def rope_table(self) -> np.ndarray:
+        """The file's: one set of tables, or two below one another."""
+        sets = [self.frequencies, self.long_frequencies]
+        return np.concatenate([tables for tables in sets if tables is not None])
+
     def layer(self, number: int) -> tuple[int, int | None]:
         """Its window, and its RoPE table."""
         window = self.windows[number] if self.windows else 0
@@ -75,6 +84,7 @@ class Config:
             ("feed-forward width", self.ffn, 1 << 20),
             ("vocabulary", self.vocab, 1 << 20),
             ("context", self.context, 1 << 22),
+            ("original context", self.rope_original or 1, 1 << 22),
         ):
             if not 1 <= value <= highest:
                 raise ExportError(f"config: {name} {value} is not in 1 to {highest}")
@@ -86,6 +96,7 @@ class Config:
                 f"config: {self.heads} heads are not a multiple of {self.kv_heads} key/value heads"
             )
         for name, value, lowest in (
+            ("factor on RoPE", self.rope_scale, 1e-6),
             ("attention scale", self.attention_scale or 1.0, 1e-6),
             ("cap on attention scores", self.attention_cap, 0),
             ("cap on logits", self.final_cap, 0),
@@ -94,7 +105,7 @@ class Config:
                 raise ExportError(f"config: {name} {value} is not in {lowest} to 1e6")
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
-        table = self.frequencies.astype(np.float32)
+        table = self.rope_table.astype(np.float32)
         if len(table) and not 2 <= self.rotary_dims <= self.head_dim:
             raise ExportError(
                 f"config: RoPE turns {self.rotary_dims} dimensions of a head of {self.head_dim}"
@@ -234,6 +245,32 @@ def transposed(part: Part) -> Part:
     rows, columns = part.shape
     name = f"{part.name} (transposed)"
     return Part(name, (columns, rows), lambda start, stop: part.read(0, rows)[:, start:stop].T)
+
+
+def split_fused(
+    found: dict[str, Part],
+    config: Config,
+    fused: tuple[str, str],
+    source_name: Callable[[str], str],
+) -> None:
+    """Some files have q, k and v in one matrix, and gate and up in another. fused: their names,
+    with {} for the layer."""
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    pieces = ({"q": query, "k": key, "v": key}, {"gate": config.ffn, "up": config.ffn})
+    for layer in range(config.layers):
+        for template, rows in zip(fused, pieces, strict=True):
+            name, first = template.format(layer), 0
+            part = found.pop(name, None)
+            if part is None:
+                raise ExportError(f"tensor {name} is missing")
+            shape = (sum(rows.values()), config.width)
+            if part.shape != shape:
+                raise ExportError(
+                    f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
+                )
+            for piece, count in rows.items():
+                found[source_name(f"layers.{layer}.{piece}")] = rows_of(part, first, count)
+                first += count
 
 
 def rows_of(part: Part, first: int, count: int) -> Part:

@@ -118,10 +118,10 @@ struct engine {
     int drawn_row;           /* and its classified row */
 
     /* Into the arena. */
-    const float *rope;            /* [rope_tables, rotary_dims/2] */
-    const void *embed;            /* m [V, C] */
-    const void *positions;        /* m [context of the config, C]; NULL: none are learned */
-    const float *norm_final;      /* [C] */
+    const float *rope;       /* [rope_tables, rotary_dims/2]: the set that the context is for */
+    const void *embed;       /* m [V, C] */
+    const void *positions;   /* m [context of the config, C]; NULL: none are learned */
+    const float *norm_final; /* [C] */
     const float *norm_final_bias; /* [C]; NULL: RMSNorm */
     const void *classifier;       /* m [V, C]; the embedding where tied */
     struct layer_weights *layer;  /* [L] */

@@ -48,9 +48,16 @@ static bool set_in_layer(struct layer_weights *w, const char *part, const void *
     return true;
 }
 
+/* Which of the two sets of RoPE tables serves the planned context, where a model has two. */
+static const float *choose_rope(const struct engine *e, const float *sets) {
+    const struct config *c = e->config;
+    const size_t set = (size_t)c->rope_tables * (size_t)c->rotary_dims / 2;
+    return c->rope_original && e->plan.limits.context > c->rope_original ? sets + set : sets;
+}
+
 static bool set_in_engine(struct engine *e, const char *name, const void *at) {
     if (!strcmp(name, "rope"))
-        e->rope = at;
+        e->rope = choose_rope(e, at);
     else if (!strcmp(name, "embed"))
         e->embed = at;
     else if (!strcmp(name, "positions"))

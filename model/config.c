@@ -76,6 +76,7 @@ static const struct integer_field integer_fields[] = {
     INTEGER(stop_count, 204, 0, MAX_STOPS),
     INTEGER(chat_shape, 272, 0, CHAT_SHAPES - 1),
     INTEGER(chat_bos, 276, 0, 1),
+    INTEGER(rope_original, 280, 0, 1 << 22),
 };
 
 static const struct float_field {
@@ -162,6 +163,9 @@ static int check_fields(const struct config *c, struct error *error) {
     if ((c->rotary_dims == 0) != (c->rope_tables == 0))
         return fail(error, EXIT_BAD_FILE, "config: rotary_dims is %d, but rope_tables is %d",
                     c->rotary_dims, c->rope_tables);
+    if (c->rope_original && c->rope_tables == 0)
+        return fail(error, EXIT_BAD_FILE, "config: rope_original is %d, but rope_tables is 0",
+                    c->rope_original);
     if (c->experts_used > c->experts || (c->experts > 0 && c->experts_used == 0))
         return fail(error, EXIT_BAD_FILE, "config: experts_used is %d of %d experts",
                     c->experts_used, c->experts);
@@ -210,7 +214,7 @@ int config_read(struct config *config, const unsigned char *data, uint64_t bytes
                     sizeof config->name);
     if (!is_printable(config->name))
         return fail(error, EXIT_BAD_FILE, "config: the name is not printable UTF-8");
-    for (int i = 280; i < CONFIG_BYTES; i++)
+    for (int i = 284; i < CONFIG_BYTES; i++)
         if (data[i]) return fail(error, EXIT_BAD_FILE, "config: unknown data at its byte %d", i);
     if ((code = read_fields(config, data, error))) return code;
     if ((code = check_fields(config, error))) return code;
@@ -313,8 +317,9 @@ static void add_layer(struct tensor_list *list, const struct config *c, int laye
 static struct tensor_list list_tensors(const struct config *c, struct tensor *tensors) {
     struct tensor_list list = {.tensors = tensors};
     const uint64_t vocab = (uint64_t)c->vocab, width = (uint64_t)c->width;
+    const uint64_t sets = c->rope_original ? 2 : 1;
     if (c->rope_tables)
-        add(&list, "rope", F32, (uint64_t)c->rope_tables, (uint64_t)c->rotary_dims / 2);
+        add(&list, "rope", F32, sets * (uint64_t)c->rope_tables, (uint64_t)c->rotary_dims / 2);
     add(&list, "embed", c->weight_dtype, vocab, width);
     if (c->learned_positions) add(&list, "positions", c->weight_dtype, (uint64_t)c->context, width);
     for (int l = 0; l < c->layers; l++) add_layer(&list, c, l);

@@ -51,6 +51,7 @@ struct config {
     int gated;
     enum activation activation;
     int learned_positions, rotary_dims, rope_tables;
+    int rope_original; /* the longest context of the first set of tables; 0: there is no other */
     float rope_scale, attention_scale, attention_cap, final_cap, embed_scale;
     int tied, experts, experts_used, experts_renormalised;
     int32_t bos, pad, unk, stops[MAX_STOPS]; /* NO_ID: none */

@@ -60,6 +60,15 @@ def logits(path, ids, vocab, folder, *arguments):
     return np.fromfile(target, dtype="<f4").reshape(len(ids), vocab)
 
 
+def check_texts(path, golden, *arguments):
+    """The greedy ids after each golden prompt are those of transformers."""
+    for kind in ("", "long_") if "long_text" in golden else ("",):
+        prompt, text = golden[f"{kind}prompt"], golden[f"{kind}text"]
+        options = ["-n", len(text), "-t", 0, "--ignore-eos", "-c", len(prompt) + len(text)]
+        ours = answer(path, "--ids", " ".join(map(str, prompt)), *options, *arguments).split()
+        assert [int(i) for i in ours] == text.tolist(), kind
+
+
 def need_gpu(path):
     """Skips where no GPU can run this model."""
     done = run(path, "--ids", "1", "-n", 0, *GPU)

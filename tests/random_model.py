@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from export.config import frequencies
 from export.format import DTYPES, Layout
 from export.model import Config, Model, Part, part_shapes
+from export.rope import frequencies
 
 # width, layers, heads, kv_heads, head_dim, ffn, vocab, tied, theta
 SHAPES = {

@@ -19,7 +19,7 @@ FIELDS = (
     ("embed_scale", "f"), ("tied", "I"), ("experts", "I"), ("experts_used", "I"),
     ("experts_renormalised", "I"), ("bos", "I"), ("add_bos", "I"), ("pad", "I"), ("unk", "I"),
     ("stop_count", "I"), ("stops", "64s"), ("chat_shape", "I"),
-    ("chat_bos", "I"),
+    ("chat_bos", "I"), ("rope_original", "I"),
 )  # fmt: skip
 NO_ID = 0xFFFFFFFF
 
@@ -50,7 +50,10 @@ def expected_tensors(c: dict) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor, in order."""
     width, ffn, dtype = c["width"], c["ffn"], c["weight_dtype"]
     query, key = c["heads"] * c["head_dim"], c["kv_heads"] * c["head_dim"]
-    tensors = [("rope", 0, (c["rope_tables"], c["rotary_dims"] // 2))] if c["rope_tables"] else []
+    tensors = []
+    if c["rope_tables"]:
+        rows = c["rope_tables"] * (1 + (c["rope_original"] > 0))
+        tensors.append(("rope", 0, (rows, c["rotary_dims"] // 2)))
     tensors.append(("embed", dtype, (c["vocab"], width)))
     if c["learned_positions"]:
         tensors.append(("positions", dtype, (c["context"], width)))
@@ -154,63 +157,59 @@ def activated(kind: int, x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.ndarray:
-    """Logits [T, V] in float64, as format.md describes the block. stored is what becomes of a
-    number that a backend keeps between two operators: the inputs of products, queries, the cache.
-    product is what becomes of rows [T, K] and a matrix [N, K].
-    """
-    c = model.config
-    heads, kv_heads, size = c["heads"], c["kv_heads"], c["head_dim"]
-    count = len(ids)
-    weights = {name: tensor.astype(np.float64) for name, tensor in model.tensors.items()}
-    half = c["rotary_dims"] // 2
-    position = np.arange(count)
-    age = position[:, None] - position
+class Pass:
+    """The parts of a forward pass over one text, in float64."""
 
-    def norm(x, name):
-        factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"])
-        return stored(x * weights[name]), factor
+    def __init__(self, model: ModelFile, count: int, stored, product, context: int):
+        self.c, self.count, self.stored, self.product = model.config, count, stored, product
+        self.weights = {name: tensor.astype(np.float64) for name, tensor in model.tensors.items()}
+        self.position = np.arange(count)
+        second = 0 < self.c["rope_original"] < context
+        first = self.c["rope_tables"] * second
+        self.tables = self.weights["rope"][first:] if self.c["rope_tables"] else ()
 
-    def normed_product(x, name, matrix):
+    def norm(self, x, name):
+        if name + "_bias" in self.weights:
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.c["norm_eps"]) * self.weights[name]
+        return x + self.weights.get(name + "_bias", 0)
+
+    def normed_product(self, x, name, matrix):
+        """An RMSNorm's factor comes after the product."""
+        weights, factor = self.weights, 1
         if name + "_bias" in weights:
-            return product(stored(norm_if(True, x, name)), weights[matrix])
-        rows, factor = norm(x, name) if name in weights else (stored(x), 1)
-        return product(rows, weights[matrix]) * factor
+            x = self.norm(x, name)
+        elif name in weights:
+            factor = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + self.c["norm_eps"])
+            x = x * weights[name]
+        return self.product(self.stored(x), weights[matrix]) * factor
 
-    def rotate(x, table):
+    def norm_heads(self, x, name):
+        if not self.c["qk_norm"]:
+            return x
+        rows = x if self.c["qk_norm"] == 1 else x.reshape(self.count, -1)
+        return self.norm(rows, name).reshape(x.shape)
+
+    def rotate(self, x, table):
         if table == NO_ID:
             return x
-        angle = position[:, None, None] * weights["rope"][table]
-        cos, sin = np.cos(angle), np.sin(angle)
+        half = self.c["rotary_dims"] // 2
+        angle = self.position[:, None, None] * self.tables[table]
+        cos, sin = np.cos(angle) * self.c["rope_scale"], np.sin(angle) * self.c["rope_scale"]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
-    def norm_if(used, x, name):
-        if not used:
-            return x
-        if name + "_bias" in weights:
-            x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + c["norm_eps"]) * weights[name]
-        return x + weights.get(name + "_bias", 0)
-
-    def norm_heads(x, name):
-        if c["qk_norm"] < 2:
-            return norm_if(c["qk_norm"], x, name)
-        return norm_if(True, x.reshape(count, -1), name).reshape(x.shape)
-
-    x = weights["embed"][ids] * c["embed_scale"]
-    if c["learned_positions"]:
-        x = x + weights["positions"][:count]
-    for layer, (window, table) in enumerate(model.layers):
-        at = f"layers.{layer}."
+    def attention(self, x, at, window, table):
+        c, count, stored = self.c, self.count, self.stored
+        heads, kv_heads = c["heads"], c["kv_heads"]
+        age = self.position[:, None] - self.position
         unseen = np.where((age < 0) | (age >= (window or count)), -np.inf, 0)
-        qkv = normed_product(x, at + "norm_attention", at + "qkv")
-        if c["qkv_bias"]:
-            qkv = qkv + weights[at + "qkv_bias"]
-        qkv = qkv.reshape(count, heads + 2 * kv_heads, size)
-        q = stored(rotate(norm_heads(qkv[:, :heads], at + "norm_q"), table))
-        k = norm_heads(qkv[:, heads : heads + kv_heads], at + "norm_k")
-        k = stored(rotate(k, table))
+        qkv = self.normed_product(x, at + "norm_attention", at + "qkv")
+        qkv = qkv + self.weights.get(at + "qkv_bias", 0)
+        qkv = qkv.reshape(count, heads + 2 * kv_heads, c["head_dim"])
+        q = stored(self.rotate(self.norm_heads(qkv[:, :heads], at + "norm_q"), table))
+        k = self.norm_heads(qkv[:, heads : heads + kv_heads], at + "norm_k")
+        k = stored(self.rotate(k, table))
         v = stored(qkv[:, heads + kv_heads :])
         k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
         scores = np.einsum("thd,shd->hts", q, k) * c["attention_scale"]
@@ -218,19 +217,43 @@ def forward(model: ModelFile, ids, stored=lambda x: x, product=np.inner) -> np.n
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", shares, v).reshape(count, -1)
-        after = c["norm_placement"]
-        out = product(stored(mixed), weights[at + "out"]) + weights.get(at + "out_bias", 0)
-        x = x + norm_if(after, out, at + "norm_after_attention")
-        hidden = normed_product(x, at + "norm_ffn", at + "gate_up")
-        hidden = hidden + weights.get(at + "gate_up_bias", 0)
-        if c["gated"]:
+        return self.leave(mixed, at + "out", at + "norm_after_attention")
+
+    def feed_forward(self, x, at):
+        kind = self.c["activation"]
+        hidden = self.normed_product(x, at + "norm_ffn", at + "gate_up")
+        hidden = hidden + self.weights.get(at + "gate_up_bias", 0)
+        if self.c["gated"]:
             gate, up = np.split(hidden, 2, axis=-1)
-            hidden = activated(c["activation"], gate) * up
+            hidden = activated(kind, gate) * up
         else:
-            hidden = activated(c["activation"], hidden)
-        out = product(stored(hidden), weights[at + "down"]) + weights.get(at + "down_bias", 0)
-        x = x + norm_if(after, out, at + "norm_after_ffn")
-    logits = normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
+            hidden = activated(kind, hidden)
+        return self.leave(hidden, at + "down", at + "norm_after_ffn")
+
+    def leave(self, x, matrix, norm):
+        """What a half of the block gives to the residual stream."""
+        out = self.product(self.stored(x), self.weights[matrix])
+        out = out + self.weights.get(matrix + "_bias", 0)
+        return self.norm(out, norm) if self.c["norm_placement"] else out
+
+
+def forward(
+    model: ModelFile, ids, stored=lambda x: x, product=np.inner, context=None
+) -> np.ndarray:
+    """Logits [T, V] in float64, as format.md describes the block, in a context as long as the text
+    where none is given. stored is what becomes of a number that a backend keeps between two
+    operators: the inputs of products, queries, the cache. product is what becomes of rows [T, K]
+    and a matrix [N, K].
+    """
+    c = model.config
+    run = Pass(model, len(ids), stored, product, context or len(ids))
+    x = run.weights["embed"][ids] * c["embed_scale"]
+    if c["learned_positions"]:
+        x = x + run.weights["positions"][: len(ids)]
+    for layer, (window, table) in enumerate(model.layers):
+        x = x + run.attention(x, f"layers.{layer}.", window, table)
+        x = x + run.feed_forward(x, f"layers.{layer}.")
+    logits = run.normed_product(x, "norm_final", "embed" if c["tied"] else "classifier")
     return cap(logits, c["final_cap"])
 
 

@@ -246,7 +246,7 @@ def patched(path, target, **values):
         ({"_272": len(chat.SHAPES)}, "chat_shape is 17, expected 0 to 16"),
         ({"_276": 2}, "chat_bos is 2, expected 0 to 1"),
         ({"_276": 1, "_188": 0xFFFFFFFF}, "chat_bos is 1, but bos is none"),
-        ({"_280": 1}, "config"),
+        ({"_284": 1}, "unknown data at its byte 284"),
         ({"_188": 331}, "bos"),
         ({"_208": 331}, "a stop"),
     ],

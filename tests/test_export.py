@@ -53,7 +53,7 @@ def test_logits_of_transformers(tiny_file):
 
 def test_llama3_scaling_counts(tmp_path, tensors):
     """Llama 3.1 8B keeps 29 frequencies, blends 6 and divides 29; Llama 3.2 1B 15, 3 and 14."""
-    from export.config import frequencies, scale_llama3
+    from export.rope import frequencies, scale_llama3
 
     for size, factor, counts in ((128, 8.0, (29, 6, 29)), (64, 32.0, (15, 3, 14))):
         base = frequencies(size, 500000.0)

@@ -11,6 +11,10 @@ from exporting import differs, export, put_together, small
 from golden import tiny
 from tokenizer_data import SMOLLM2, need
 
+from export.errors import ExportError
+from export.gguf_config import config_from_gguf
+from export.rope import scale_yarn
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -103,6 +107,115 @@ def test_gguf_linear_scaling(tmp_path):
         writers.gguf_file(tmp_path / "t.gguf", config, tensors, add=add)
         file = export(tmp_path / "t.gguf", tmp_path / "model.bin")
         assert np.array_equal(file.tensors["rope"][0], (exact / factor).astype(np.float32))
+
+
+# What a Gemma 2 or a Phi 3 of GGUF says at least.
+METADATA = {
+    "embedding_length": 96,
+    "attention.head_count": 4,
+    "attention.key_length": 32,
+    "block_count": 6,
+    "context_length": 4096,
+    "feed_forward_length": 64,
+    "vocab_size": 100,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.sliding_window": 64,
+}
+FACTORS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+def windows(architecture, **more):
+    config = config_from_gguf(METADATA | more, architecture, "t", {})
+    return [bool(window) for window in config.windows]
+
+
+def test_gguf_windows():
+    """By the architecture, by a period, by a list."""
+    pattern = "attention.sliding_window_pattern"
+    assert windows("llama") == windows("phi3") == [True] * 6
+    assert windows("gemma2") == [True, False] * 3
+    assert windows("gemma3") == [True] * 5 + [False]
+    assert windows("gemma3", **{pattern: 3}) == [True, True, False] * 2
+    assert windows("gemma2", **{pattern: [True, 0, 0, 1, 0, 0]}) == [True, False, False] * 2
+    assert windows("phi3", **{"attention.sliding_window": 0}) == [False] * 6
+    missing = {key: value for key, value in METADATA.items() if "window" not in key}
+    assert not any(config_from_gguf(missing, "llama", "t", {}).windows)
+    long = missing | {"context_length": 8192}
+    assert config_from_gguf(long, "gemma2", "t", {}).windows == (4096, 0) * 3
+
+
+def test_gguf_scale_of_scores():
+    """The largest Gemmas have a scale that is not their heads'."""
+    for architecture, layers in (("gemma2", 46), ("gemma3", 62)):
+        for count, size in ((layers, 24), (layers - 1, 32), (layers + 1, 32)):
+            config = config_from_gguf(METADATA | {"block_count": count}, architecture, "t", {})
+            assert config.attention_scale == size**-0.5
+
+
+def test_gguf_rope():
+    """YaRN's keys, longrope's factor, bases of layers with a window, part of a head."""
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    yarn |= {"rope.scaling.original_context_length": 1024, "attention.sliding_window": 0}
+    base = 10000.0 ** (-np.arange(16) / 16)
+    config = config_from_gguf(METADATA | yarn, "llama", "t", {})
+    plain = scale_yarn(base, 1e4, 4.0, 32, 1, 1024)
+    assert np.array_equal(config.frequencies[0], plain)
+    assert config.rope_scale == 0.1 * np.log(4) + 1
+    keys = {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 1.25}
+    more = yarn | {f"rope.scaling.{key}": value for key, value in keys.items()}
+    config = config_from_gguf(METADATA | more, "llama", "t", {})
+    assert np.array_equal(config.frequencies[0], scale_yarn(base, 1e4, 4.0, 8, 2, 1024))
+    assert config.rope_scale == 1.25 and not np.array_equal(config.frequencies[0], plain)
+    config = config_from_gguf(
+        METADATA | {"rope.scaling.attn_factor": 1.5, "rope.freq_base": 5e5}, "phi3", "t", FACTORS
+    )
+    base = 5e5 ** (-np.arange(16) / 16)
+    assert np.array_equal(config.frequencies[0], base) and config.rope_original == 4096
+    assert np.array_equal(config.long_frequencies[0], base / 2) and config.rope_scale == 1.5
+    assert config_from_gguf(METADATA, "phi3", "t", FACTORS).rope_scale == 1
+    config = config_from_gguf(METADATA | {"rope.freq_base": 1e6}, "gemma3", "t", {})
+    assert np.array_equal(config.frequencies[1], 10000.0 ** (-np.arange(16) / 16))
+    for dims in range(2, 90, 2):  # 88 * (30 / 88) is below 30
+        part = {"attention.key_length": 88, "rope.dimension_count": dims}
+        assert config_from_gguf(METADATA | part, "phi3", "t", {}).rotary_dims == dims
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "factors", "pattern"),
+    [
+        ("qwen2", {}, {}, "qwen2.attention.sliding_window 64 is not supported"),
+        ("gpt2", {}, {}, "gpt2.attention.sliding_window 64 is not supported"),
+        ("gemma3", {"attention.sliding_window": -1}, {}, "attention.sliding_window: expected a wh"),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, {}, "window_pattern: expected a whole"),
+        ("gemma3", {"attention.sliding_window_pattern": [1]}, {}, "layer_types: expected one of"),
+        ("gemma3", {"attention.sliding_window_pattern": [2] * 6}, {}, "layer_types: expected one"),
+        ("llama", {"attn_logit_softcapping": 9.0}, {}, "llama.attn_logit_softcapping 9.0 is not"),
+        ("gemma", {"final_logit_softcapping": 9.0}, {}, "gemma.final_logit_softcapping 9.0 is no"),
+        ("gemma2", {"attn_logit_softcapping": "x"}, {}, "attn_logit_softcapping: expected a num"),
+        ("gemma2", {"rope.freq_base_swa": 1e4}, {}, "gemma2.rope.freq_base_swa 10000.0 is not"),
+        ("phi3", {"rope.scaling.attn_factor": 1.2}, {}, "phi3.rope.scaling.attn_factor 1.2 is not"),
+        ("phi3", {"rope.scaling.type": "longrope"}, {}, "longrope without the tensors"),
+        ("phi3", {}, {"short_factor": [1.0] * 16}, "long_factor: expected 16 finite numbers"),
+        ("phi3", {}, FACTORS | {"long_factor": [0.0] * 16}, "long_factor: expected 16 finite"),
+        ("phi3", {"rope.dimension_count": 34}, {}, "rope.dimension_count: expected the head size"),
+        ("llama", {"rope.dimension_count": 16}, {}, "rope.dimension_count: expected the head si"),
+        ("llama", {"rope.scaling.yarn_ext_factor": 0.5}, {}, "yarn_ext_factor 0.5 is not supp"),
+        ("llama", {"rope.scaling.factor": 0.5}, {}, "rope.scaling.factor: expected at least 1"),
+        ("llama", {"attention.value_length": 16}, {}, "attention.value_length: expected the head"),
+        (
+            "llama",
+            {"attention.head_count_kv": [4, 4]},
+            {},
+            "head_count_kv: expected a whole number",
+        ),
+    ],
+)
+def test_gguf_metadata_that_does_not_fit(architecture, more, factors, pattern):
+    metadata = METADATA | more
+    if architecture in ("gemma",):
+        metadata = {key: value for key, value in metadata.items() if "window" not in key}
+    with pytest.raises(ExportError, match=pattern):
+        config_from_gguf(metadata, architecture, "t", factors)
 
 
 def test_gguf_tokens(tmp_path, tensors):

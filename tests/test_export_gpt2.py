@@ -156,7 +156,7 @@ def test_config_values_of_any_kind(tmp_path, capsys, weights, value, config):
         (None, {"transformer.h.3.ln_1.bias": (64,)}, "does not have: h.3.ln_1.bias"),
         (None, {"h.0.attn.q.weight": (64, 64)}, "h.0.attn.q.weight is there, but h.0.attn.c_attn"),
         (None, {"wte.weight": (331, 64)}, "transformer.wte.weight and wte.weight are the same"),
-        (None, {LM_HEAD: (331, 64)}, "config.json ties the classifier, but lm_head.weight differs"),
+        (None, {LM_HEAD: (331, 64)}, "implies tie_word_embeddings, but lm_head.weight differs"),
         (None, {f"{FC}.weight": (64,)}, r"c_fc.weight: expected shape \[256, 64\], found \[64\]"),
         (
             None,

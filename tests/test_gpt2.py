@@ -1,5 +1,5 @@
-"""GPT-2 through export and ./run, from each of its sources: the logits of transformers come out,
-and positions end where the learned ones do."""
+"""GPT-2 through export and ./run, from each of its sources: the logits and the text of transformers
+come out, and positions end where the learned ones do."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import gpt2_writers
 import numpy as np
 import pytest
 import writers
-from engine import ROOT, answer, logits, refusal
+from engine import ROOT, answer, check_texts, logits, refusal
 from golden import gpt2, tiny
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -44,13 +44,14 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", [from_hugging_face, from_nanogpt, from_llmc, from_gguf])
-def test_logits(tmp_path, source):
-    """They differ from those of transformers by up to 1e-4 of their range."""
+def test_logits_and_text(tmp_path, source):
+    """Logits differ from those of transformers by up to 1e-4 of their range; texts do not."""
     path, family = source(tmp_path, gpt2_writers.weights())
     file = export(path, tmp_path / "model.bin", "--dtype", "f32")
     golden = np.load(GOLDEN / f"tiny_{family}.npz")
     ours = logits(file, golden["ids"], tiny.VOCAB, tmp_path)[:, ::5]
     assert np.abs(ours - golden["logits"]).max() <= 1e-4 * np.ptp(golden["logits"])
+    check_texts(file, golden)
 
 
 def test_positions_end(model):
@@ -90,8 +91,3 @@ def test_benchmark_counts_two_matrices_in_the_feed_forward_part(model):
     weights = 3 * 64 * (4 * 64 + 2 * 256) + 331 * 64
     assert abs(float(columns[8]) * 1e9 / rate / (4 * weights) - 1) < 0.1
     assert abs(float(columns[9]) * 1e9 / rate / (2 * weights) - 1) < 0.1
-
-
-def test_a_gpu_does_not_have_it_yet(model):
-    refused = refusal(5, model, "--ids", "1", "--device", "cuda")
-    assert "no bias on q, k and v yet" in refused or "this build has no CUDA" in refused

@@ -275,6 +275,20 @@ static void test_flags_and_their_tensors(void **state) {
     free(t.data);
 }
 
+/* A context up to which RoPE tables serve, where there are none. */
+static void test_rope_original_without_tables(void **state) {
+    (void)state;
+    struct tiny t = tiny_make();
+    struct config config;
+    struct error error = {0};
+    put_u32(t.data + 64 + 144, 0);
+    put_u32(t.data + 64 + 148, 0);
+    put_u32(t.data + 64 + 280, 4096);
+    assert_int_equal(config_read(&config, t.data + 64, 1024, &error), EXIT_BAD_FILE);
+    assert_non_null(strstr(error.text, "rope_original is 4096, but rope_tables is 0"));
+    free(t.data);
+}
+
 static void test_not_a_file(void **state) {
     (void)state;
     static const char *const paths[] = {"/", "/dev/null", "/dev/zero", "/nonexistent/model.bin"};
@@ -296,6 +310,7 @@ int main(void) {
         cmocka_unit_test(test_check_finds_infinity),
         cmocka_unit_test(test_flags_refused_by_name),
         cmocka_unit_test(test_flags_and_their_tensors),
+        cmocka_unit_test(test_rope_original_without_tables),
         cmocka_unit_test(test_not_a_file),
     };
     descriptor = memfd_create("model.bin", 0);

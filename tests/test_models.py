@@ -1,13 +1,15 @@
 """A checkpoint in any of the formats that the exporter reads, through export and ./run: the logits
 of transformers and the text of llama2.c come out."""
 
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import writers
-from engine import ROOT, answer, logits, refusal
+import xxhash
+from engine import ROOT, answer, check_texts, logits, refusal
 from golden import tiny
 from tokenizer_data import DATA, need
 
@@ -38,15 +40,41 @@ def test_hugging_face_folder(tmp_path, shards):
 OTHERS = [name for name in tiny.FAMILIES if name != "llama"]
 
 
+def exported(family, folder):
+    """The tiny model of a family, f32, and what transformers makes of it."""
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(folder / "tiny", config, tiny.tensors(config))
+    model = export(folder / "tiny", folder / "tiny.bin", "--dtype", "f32")
+    return model, np.load(GOLDEN / f"tiny_{family}.npz")
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families(tmp_path, family):
     """Logits differ from those of transformers by up to 1e-4 of their range."""
-    config = tiny.FAMILIES[family]
-    writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
-    model = export(tmp_path / "tiny", tmp_path / "tiny.bin", "--dtype", "f32")
-    golden = np.load(GOLDEN / f"tiny_{family}.npz")
+    model, golden = exported(family, tmp_path)
     ours = logits(model, golden["ids"], tiny.VOCAB, tmp_path)[:, ::5]
     assert np.abs(ours - golden["logits"]).max() <= 1e-4 * np.ptp(golden["logits"])
+
+
+@pytest.mark.parametrize("family", ["phi3_long", "phi4"])
+def test_context_chooses_the_frequencies(tmp_path, family):
+    """Up to the original context (256) the first set of RoPE tables, beyond it the second, whatever
+    the length of the text."""
+    model, golden = exported(family, tmp_path)
+    ids, limit = golden["ids"][:256], 1e-4 * np.ptp(golden["logits"])
+    for context, wanted in (
+        ([], golden["short_logits"]),
+        (["-c", 256], golden["short_logits"]),
+        (["-c", 257], golden["logits"][:256]),
+    ):
+        ours = logits(model, ids, tiny.VOCAB, tmp_path, *context)[:, ::5]
+        assert np.abs(ours - wanted).max() <= limit
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_greedy_texts(tmp_path, family):
+    """200 ids, longer than any window, as transformers generates them."""
+    check_texts(*exported(family, tmp_path))
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -55,7 +83,7 @@ def test_info_says_what_is_special(tmp_path, family):
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     said = answer(export(tmp_path / "tiny", tmp_path / "tiny.bin"), "--info").decode()
     assert (", with biases" in said) == ("qwen2" in family)
-    assert ("queries and keys with norms" in said) == (family in ("qwen3", "gemma3"))
+    assert ("queries and keys with norms" in said) == (family in ("qwen3", "qwen3_yarn", "gemma3"))
     assert ("gated, GELU" in said) == ("gemma" in family)
     assert ("norm                 RMS, also after the block's halves" in said) == (
         family in ("gemma2", "gemma3")
@@ -67,6 +95,11 @@ def test_info_says_what_is_special(tmp_path, family):
     assert ("window               37 positions in 3 of 3 layers" in said) == (family == "mistral")
     assert ("window               45 positions in 2 of 3 layers" in said) == ("_window" in family)
     assert ("RoPE                 12 dimensions of a head\n" in said) == (family == "phi3")
+    assert ("12 dimensions of a head, factor 1.06066\n" in said) == (family == "phi4")
+    assert ("16 dimensions of a head, factor 1.13863\n" in said) == (family == "qwen3_yarn")
+    assert ("two sets: for contexts (-c) up to 256, and for longer ones\n" in said) == (
+        family in ("phi3_long", "phi4")
+    )
     assert ("RoPE                 16 dimensions of a head, not in 1 layer" in said) == (
         family == "smollm3"
     )
@@ -134,6 +167,36 @@ def test_model_without_tokenizer_takes_ids_only(tmp_path):
     assert b"takes ids only" in answer(model, "--info")
     # A tokenizer from elsewhere, where its ids fit, is as good.
     assert "tokenizer" in refusal(3, model, "-z", need(DATA / "llama2c/llama2-tokenizer.model"))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (64 + 68, 2, "unknown data after the tensor table"),
+        (64 + 72, 4, "822784 bytes of tensors, expected"),
+        (64 + 76, 4, "822784 bytes of tensors, expected"),
+        (64 + 80, 8, "expected an even number up to head_dim 8"),
+        (64 + 88, 336, "822784 bytes of tensors, expected"),
+        (64 + 116, 1, "22 tensors, expected 25"),
+        (64 + 128, 1, "22 tensors, expected 28"),
+        (64 + 172, 1, "22 tensors, expected 21"),
+        (64 + 208, 331, "a stop is id 331, expected one below vocab 331"),
+        (64 + 280, 64, "the first dimension of tensor rope is 1, expected 2"),
+        (64 + 280, (1 << 22) + 1, "rope_original is 4194305, expected 0 to 4194304"),
+        (512, (1 << 22) + 1, "window of layer 0 is 4194305, expected up to 4194304"),
+        (512 + 4, 1, "layer 0 uses rope table 1 of 1"),
+    ],
+)
+def test_model_that_disagrees_with_itself(tmp_path, at, value, said):
+    """A number of the config or of a layer is another one, and the checksum fits."""
+    model, _ = exported("llama", tmp_path)
+    data = bytearray(model.read_bytes())
+    struct.pack_into("<I", data, at, value)
+    struct.pack_into("<Q", data, 48, 0)
+    head = bytes(data[: struct.unpack_from("<Q", data, 24)[0]])
+    struct.pack_into("<Q", data, 48, xxhash.xxh64_intdigest(head))
+    model.write_bytes(data)
+    assert said in refusal(3, model, "--ids", "1")
 
 
 def test_tokenizer_from_elsewhere(tmp_path):

@@ -1,4 +1,5 @@
 /* model/plan: every size of a run. */
+#include "kernels/ops.h"
 #include "model/plan.h"
 
 #include <setjmp.h>
@@ -141,11 +142,33 @@ static void test_plan_too_large(void **state) {
     assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), EXIT_MEMORY);
 }
 
+/* Of two sets of RoPE tables the first serves contexts up to the one that the config names. */
+static void test_context_chooses_rope(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    float weights[2 * 2 * 32];
+    struct engine e = {.config = &c, .arena = (char *)weights};
+    struct error error = {0};
+    const struct tensor rope = {.name = "rope"};
+    const struct {
+        int original, context;
+        size_t at;
+    } cases[] = {{0, 8192, 0}, {4096, 1, 0}, {4096, 4096, 0}, {4096, 4097, 64}, {4096, 8192, 64}};
+    c.rope_tables = 2;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        c.rope_original = cases[i].original;
+        e.plan.limits.context = cases[i].context;
+        assert_int_equal(engine_locate_weights(&e, &rope, 1, &error), 0);
+        assert_ptr_equal(e.rope, weights + cases[i].at);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_plan_regions),      cmocka_unit_test(test_plan_for_a_device),
-        cmocka_unit_test(test_rings_of_a_device), cmocka_unit_test(test_plan_largest_context),
-        cmocka_unit_test(test_plan_chunk),        cmocka_unit_test(test_plan_too_large),
+        cmocka_unit_test(test_plan_regions),         cmocka_unit_test(test_plan_for_a_device),
+        cmocka_unit_test(test_rings_of_a_device),    cmocka_unit_test(test_plan_largest_context),
+        cmocka_unit_test(test_plan_chunk),           cmocka_unit_test(test_plan_too_large),
+        cmocka_unit_test(test_context_chooses_rope),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

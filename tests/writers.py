@@ -21,7 +21,20 @@ LAYER_NAMES = (
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
 )
-OTHER_NAMES = (("self_attn.q_norm", "attn_q_norm"), ("self_attn.k_norm", "attn_k_norm"))
+OTHER_NAMES = (
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("self_attn.qkv_proj", "attn_qkv"),
+    ("mlp.gate_up_proj", "ffn_up"),
+)
+# Where norms come after the block's halves, the name of a Llama's second norm means another.
+NAMES_AFTER = (
+    ("post_attention_layernorm", "post_attention_norm"),
+    ("pre_feedforward_layernorm", "ffn_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"),
+)
+INTERLEAVED = ("llama", "mistral", "smollm3")
+ARCHITECTURE_OF = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -75,7 +88,7 @@ def hf_folder(folder: Path, config: dict, tensors: dict, shards: int = 1, kind="
 # ---- GGUF ----
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names_after: bool = False) -> str:
     whole = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -85,13 +98,14 @@ def gguf_name(name: str) -> str:
         return whole[name]
     _, _, layer, rest = name.split(".", 3)
     part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{dict(LAYER_NAMES + OTHER_NAMES)[part]}.{kind}"
+    names = dict(LAYER_NAMES + OTHER_NAMES + (NAMES_AFTER if names_after else ()))
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def rope_factors(config: dict) -> np.ndarray | None:
     """What llama.cpp's converter writes as rope_freqs for llama3 scaling."""
     rope = config["rope_parameters"]
-    if rope["rope_type"] != "llama3":
+    if rope.get("rope_type") != "llama3":
         return None
     factors = []
     original = rope["original_max_position_embeddings"]
@@ -110,8 +124,32 @@ def rope_factors(config: dict) -> np.ndarray | None:
     return np.array(factors, np.float32)
 
 
+def add_rope(writer: gguf.GGUFWriter, config: dict) -> None:
+    """As llama.cpp's converters do; factors of longrope are tensors."""
+    rope = config["rope_parameters"]
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    original = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if rope["rope_type"] == "longrope":
+        factor = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(factor) / np.log(original)))
+        for kind in ("long", "short"):
+            factors = np.array(rope[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
 def gguf_writer(path: Path, config: dict) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(path, ARCHITECTURE_OF.get(kind, kind))
     writer.add_name("tiny")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -122,8 +160,12 @@ def gguf_writer(path: Path, config: dict) -> gguf.GGUFWriter:
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-        writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    add_rope(writer, config)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key):
+            getattr(writer, f"add_{key}")(config[key])
+    if kind in ("mistral", "phi3", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     return writer
@@ -145,18 +187,21 @@ def gguf_file(path: Path, config: dict, tensors: dict, kind: str = "F32", add=No
     factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
+    after = any("post_feedforward" in name for name in tensors)
     for name, values in tensors.items():
         heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+        if "gemma" in config["model_type"] and "norm" in name:
+            values = values + 1
         for letter, key in heads.items():
-            if config["model_type"] == "llama" and f"self_attn.{letter}_proj" in name:
+            if config["model_type"] in INTERLEAVED and f"self_attn.{letter}_proj" in name:
                 values = interleaved(values, config[key])
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name(name, after), values)
         elif values.dtype == np.uint8:
-            writer.add_tensor(gguf_name(name), values, raw_dtype=quantised)
+            writer.add_tensor(gguf_name(name, after), values, raw_dtype=quantised)
         else:
             blocks = gguf.quantize(values, quantised)
-            writer.add_tensor(gguf_name(name), blocks, raw_dtype=quantised)
+            writer.add_tensor(gguf_name(name, after), blocks, raw_dtype=quantised)
     finish(writer)
 
 

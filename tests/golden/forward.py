@@ -19,8 +19,31 @@ def head_dim(config):
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def inverse_frequencies(config, layer):
-    """[rotary dimensions / 2], with the scaling that the config asks for."""
+def yarn(rope, freq):
+    """As the paper has it: by the turns that a dimension makes within the original context. Between
+    32 and 1 of them a ramp over the dimensions, from the one below to the one above."""
+    spacing = np.log(freq[0] / freq[1])
+    turns = rope["original_max_position_embeddings"] * freq[0] / (2 * math.pi)
+    first = max(math.floor(math.log(turns / 32) / spacing), 0)
+    last = min(math.ceil(math.log(turns) / spacing), 2 * len(freq) - 1)
+    kept = 1 - np.clip((np.arange(len(freq)) - first) / (last - first), 0, 1)
+    return kept * freq + (1 - kept) * freq / rope["factor"]
+
+
+def rope_scale(config):
+    """What cosines and sines are multiplied by."""
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "yarn":
+        return 0.1 * math.log(rope["factor"]) + 1
+    if rope.get("rope_type") == "longrope":
+        original = rope["original_max_position_embeddings"]
+        factor = config["max_position_embeddings"] / original
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1
+
+
+def inverse_frequencies(config, layer, count):
+    """[rotary dimensions / 2], with the scaling that the config asks for at so many positions."""
     rope = config["rope_parameters"]
     rope = rope.get(config["layer_types"][layer], rope) if "full_attention" in rope else rope
     dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1))
@@ -29,8 +52,13 @@ def inverse_frequencies(config, layer):
         return freq
     if rope["rope_type"] == "linear":
         return freq / rope["factor"]
+    if rope["rope_type"] == "longrope":
+        longer = count > rope["original_max_position_embeddings"]
+        return freq / np.array(rope["long_factor" if longer else "short_factor"])
+    if rope["rope_type"] == "yarn":
+        return yarn(rope, freq)
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope_type {rope['rope_type']}, expected default, linear or llama3")
+        raise ValueError(f"rope_type {rope['rope_type']} is not one of those here")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0, 1)
@@ -58,6 +86,12 @@ def rotate(x, cos, sin):
 
 def cap(x, limit):
     return limit * np.tanh(x / limit) if limit else x
+
+
+def activated(x, gemma):
+    if gemma:
+        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
 
 
 def attention(q, k, v, seen, scale, limit):
@@ -107,8 +141,8 @@ def logits(config, weights, ids, dtype=np.float64):
         x = x * dtype(np.float32(math.sqrt(config["hidden_size"])))
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config, layer)
-        cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+        angle = np.arange(len(ids))[:, None, None] * inverse_frequencies(config, layer, len(ids))
+        cos, sin = (rope_scale(config) * f(angle).astype(dtype) for f in (np.cos, np.sin))
         h = norm(x, at + "input_layernorm.weight")
         if at + "self_attn.qkv_proj.weight" in weights:
             qkv = project(h, at + "self_attn.qkv_proj")
@@ -122,21 +156,14 @@ def logits(config, weights, ids, dtype=np.float64):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         h = attention(q, k, v, window(config, layer), scale, config.get("attn_logit_softcapping"))
         h = h @ w(at + "self_attn.o_proj.weight").T
-        if norms_after:
-            x = x + norm(h, at + "post_attention_layernorm.weight")
-            h = norm(x, at + "pre_feedforward_layernorm.weight")
-        else:
-            x = x + h
-            h = norm(x, at + "post_attention_layernorm.weight")
+        x = x + (norm(h, at + "post_attention_layernorm.weight") if norms_after else h)
+        before = "pre_feedforward" if norms_after else "post_attention"
+        h = norm(x, f"{at}{before}_layernorm.weight")
         if at + "mlp.gate_up_proj.weight" in weights:
             gate, up = np.split(h @ w(at + "mlp.gate_up_proj.weight").T, 2, axis=1)
         else:
             gate, up = (h @ w(f"{at}mlp.{name}_proj.weight").T for name in ("gate", "up"))
-        if gemma:
-            gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        else:
-            gate = gate / (1 + np.exp(-gate))
-        h = gate * up @ w(at + "mlp.down_proj.weight").T
+        h = activated(gate, gemma) * up @ w(at + "mlp.down_proj.weight").T
         x = x + (norm(h, at + "post_feedforward_layernorm.weight") if norms_after else h)
     tied = config["tie_word_embeddings"]
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"

@@ -34,6 +34,13 @@ tiny_FAMILY.npz       each random model of tiny.py and of gpt2.py
   ids [512]           int32, tiny.ids(512)
   logits [512,331]    float32; but for the Llama every fifth column, [512,67]
   error               float64
+  prompt [16]         int32, the first of ids; the very first is another one where that decides
+  text [200]          int32, greedy after the prompt; stop tokens do not stop
+  and of those with longrope, whose logits are beyond the original context and whose text is within:
+  short_logits [256,67], long_prompt [272], long_text [200]
+defaults.json         what the classes of transformers assume of a config.json that is empty
+rope.npz              inverse frequencies and the factor of each case of rope_cases.py
+  NAME, NAME_scale    float32 [dimensions / 2], float; and NAME_long of longrope
 stories260K.npz       greedy from BOS alone, in the order of llama2.c: 200 positions
   ids [200]           int32, generated; the input of position p is BOS or ids[p-1]
   logits [32,512]     float32 (rounded from float64), of the first positions
@@ -43,6 +50,7 @@ stories260K.txt       those ids as llama2.c prints them, and a newline
 
 import argparse
 import itertools
+import json
 import struct
 from pathlib import Path
 
@@ -50,15 +58,17 @@ import forward
 import gguf
 import gpt2
 import numpy as np
+import rope_cases
 import tiny
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 POSITIONS = 601  # a prime: no multiple of any tile
 GREEDY_STEPS = 48
-TINY_POSITIONS = 512
+TINY_POSITIONS, TINY_PROMPT, TINY_STEPS = 512, 16, 200
 STORY_POSITIONS, STORY_LOGITS = 200, 32
 
 SYSTEM = (
@@ -261,6 +271,35 @@ def make_smollm2(path, text):
 # The tiny random models
 
 
+def generate(model, prompt):
+    """TINY_STEPS greedy ids, stop tokens like any other, and the least lead of a best logit."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        torch.from_numpy(prompt).long()[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=TINY_STEPS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    gaps = [top(logits[0])[2] for logits in out.logits]
+    return out.sequences[0, len(prompt) :].int().numpy(), min(gaps)
+
+
+def tell(model, prompt, error):
+    """The prompt and its text. Where the best two logits are somewhere nearer than 5 times what
+    float32 costs, two good implementations may differ: the prompt's first id gives way to the next,
+    and another text follows."""
+    prompt = prompt.copy()
+    for _ in range(20):
+        text, gap = generate(model, prompt)
+        if gap > 5 * error:
+            print(f"  text after {len(prompt)} ids, the first {prompt[0]}: gap at least {gap:.2e}")
+            return prompt, text
+        prompt[0] = (prompt[0] + 1) % tiny.VOCAB
+    raise SystemExit("make.py: no prompt whose text is sure in float32")
+
+
 def make_tiny(family, settings, weights):
     config = AutoConfig.for_model(**settings, attn_implementation="eager")
     written = config.to_dict()
@@ -273,8 +312,46 @@ def make_tiny(family, settings, weights):
     ids = tiny.ids(TINY_POSITIONS)
     logits, error = all_logits(model, ids)
     columns = slice(None, None, 1 if family == "llama" else 5)
-    save(f"tiny_{family}.npz", ids=ids, logits=logits[:, columns], error=error)
+    arrays = {"ids": ids, "logits": logits[:, columns], "error": error}
+    arrays["prompt"], arrays["text"] = tell(model, ids[:TINY_PROMPT], error)
+    if settings.get("rope_parameters", {}).get("rope_type") == "longrope":
+        original = settings["original_max_position_embeddings"]
+        arrays["short_logits"] = all_logits(model, ids[:original])[0][:, columns]
+        longer = tell(model, ids[: original + TINY_PROMPT], error)
+        arrays["long_prompt"], arrays["long_text"] = longer
+    save(f"tiny_{family}.npz", **arrays)
     print(f"  error {error:.2e}, gap at least {top(logits)[2].min():.2e}")
+
+
+def make_defaults():
+    """What the class of each tiny family's config assumes of keys that are left out."""
+    named = {
+        settings["model_type"]: settings["architectures"][0] for settings in tiny.FAMILIES.values()
+    }
+    kept = ("architectures", "transformers_version", "id2label", "label2id", "model_type")
+    defaults = {}
+    for kind, name in named.items():
+        told = AutoConfig.for_model(kind).to_dict().items()
+        defaults[name] = {
+            key: value for key, value in told if key not in kept and value is not None
+        }
+    text = json.dumps(defaults, indent=1, sort_keys=True)
+    (HERE / "defaults.json").write_text(text + "\n")
+
+
+def make_rope():
+    """What transformers makes of each set of RoPE parameters in rope_cases.py."""
+    arrays = {}
+    for name, case in rope_cases.CASES.items():
+        config = AutoConfig.for_model(**case)
+        kind = config.rope_parameters["rope_type"]
+        longest = case.get("original_max_position_embeddings", 0) + 1
+        for part, length in (
+            (("", None), ("_long", longest)) if kind == "longrope" else (("", None),)
+        ):
+            table, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+            arrays[name + part], arrays[name + "_scale"] = table.numpy(), scale
+    save("rope.npz", **arrays)
 
 
 # stories260K
@@ -385,6 +462,8 @@ def main():
         make_tiny(family, settings, tiny.tensors(settings))
     for family, settings in gpt2.FAMILIES.items():
         make_tiny(family, settings, gpt2.tensors(tiny.uniform))
+    make_rope()
+    make_defaults()
     if args.tiny:
         return
     check(args.tokenizer, "four files are needed")

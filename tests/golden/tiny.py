@@ -5,8 +5,9 @@ The Llama's shape is awkward on purpose: heads * head_dim (128) is not the hidde
 query heads share a kv head, the vocabulary is odd, the output is untied, and llama3 rope scaling
 keeps 2 of the 8 frequencies, blends 2 and divides 4. The Qwen 2 has heads of 8, as its config says
 nothing of their size. Windows are shorter than the text that the models are given: in all layers of
-the Mistral and of the Phi 3, in the last two of one Qwen 2, in the first and the last of the Gemmas
-2 and 3.
+the Mistral, of the Phi 3 and of the Phi 4, in the last two of one Qwen 2, in the first and the last
+of the Gemmas 2 and 3. Phi 3 (long) and Phi 4 have longrope: other frequencies beyond 256
+positions.
 
 A value is k / 2^15 * range, k a 16-bit signed integer from a hash of the tensor's name and of the
 element's index, range a power of two: exact in float32, and mostly not in bfloat16 or float16.
@@ -84,6 +85,36 @@ PHI3 = MISTRAL | {
     "sliding_window": 129,
 }
 del PHI3["head_dim"]
+LONGROPE = {
+    "long_factor": [1.0, 1.25, 1.5, 2.0, 3.0, 4.5, 7.0, 9.5],
+    "original_max_position_embeddings": 256,
+    "rope_theta": 200.0,
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.0625, 1.125, 1.25, 1.5, 1.75, 2.0],
+}
+PHI3_LONG = PHI3 | {
+    "original_max_position_embeddings": 256,
+    "rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0},
+    "sliding_window": None,
+}
+PHI4 = PHI3_LONG | {
+    "rope_parameters": LONGROPE
+    | {
+        "long_factor": LONGROPE["long_factor"][:6],
+        "partial_rotary_factor": 0.75,
+        "short_factor": LONGROPE["short_factor"][1:7],
+    },
+    "sliding_window": 400,
+    "tie_word_embeddings": True,
+}
+QWEN3_YARN = QWEN3 | {
+    "rope_parameters": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "rope_theta": 200.0,
+        "rope_type": "yarn",
+    },
+}
 SMOLLM3 = {key: value for key, value in CONFIG.items() if key != "pretraining_tp"} | {
     "architectures": ["SmolLM3ForCausalLM"],
     "model_type": "smollm3",
@@ -146,6 +177,9 @@ FAMILIES = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "phi3": PHI3,
+    "phi3_long": PHI3_LONG,
+    "phi4": PHI4,
+    "qwen3_yarn": QWEN3_YARN,
     "smollm3": SMOLLM3,
 }
 
@@ -227,8 +261,12 @@ def tensor(name, shape):
 
 
 def tensors(config=CONFIG):
-    """All weights: Hugging Face name -> float32 array, in file order."""
-    return {name: tensor(name, shape) for name, shape in shapes(config).items()}
+    """All weights: Hugging Face name -> float32 array, in file order. An embedding that is the
+    classifier, too, is small: else every id would be followed by itself."""
+    weights = {name: tensor(name, shape) for name, shape in shapes(config).items()}
+    if config["tie_word_embeddings"]:
+        weights["model.embed_tokens.weight"] /= 64
+    return weights
 
 
 def ids(count):

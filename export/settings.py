@@ -1,0 +1,44 @@
+"""JSON objects and metadata whose values are checked as they are read."""
+
+from export.errors import ExportError
+
+
+class Settings:
+    """A JSON object whose values are checked as they are read."""
+
+    def __init__(self, values: dict, where: str):
+        self.values, self.where = values, where
+
+    def wrong(self, key: str, expected: str) -> ExportError:
+        found = repr(self.values.get(key))[:100]
+        return ExportError(f"{self.where}: {key}: expected {expected}, found {found}")
+
+    def integer(self, key: str, default: int | None) -> int:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(key, "a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float | None) -> float:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(key, "a number")
+        return float(value)
+
+    def number_or(self, key: str, default: float) -> float:
+        """The default also where the key is null."""
+        return default if self.values.get(key) is None else self.number(key, None)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key, default)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return bool(value)
+
+    def ids(self, key: str, default: int | None) -> list[int]:
+        """An id, a list of ids, or null; negative ones mean none."""
+        value = self.values.get(key, default)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise self.wrong(key, "a token id, a list of them, or null")
+        return [i for i in dict.fromkeys(ids) if i >= 0]
