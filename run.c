@@ -169,9 +169,9 @@ static int start_engine(struct run *r, struct limits limits, struct error *error
     code = e->ops->open(e, error);
     const bool any_chunk = limits.chunk == 0;
     if (any_chunk) {
-        struct limits shortest = limits;
-        shortest.context = 1;
-        limits.chunk = plan_chunk(e->config, weight_bytes, shortest, SIZE_MAX);
+        struct limits wanted = limits;
+        if (wanted.context == 0) wanted.context = e->config->context;
+        limits.chunk = plan_chunk(e->config, weight_bytes, wanted, SIZE_MAX);
     }
     if (!code) code = choose_context(r, &limits, error);
     if (code) return code;

@@ -3,7 +3,7 @@
  *
  *   1 row           Hopper, bf16: cuda_decode.cu, with norm, RoPE, cache and activation in the products
  *   up to 64 rows   Hopper, bf16: cuda_matmul_few.cu (wgmma), with the same in the products; also
- *                   1 row of models that are wider than cuda_decode.cu takes; not where W is small
+ *                   1 row of models that cuda_decode.cu does not take; not where W is small
  *                   and the rows are more than 32
  *   more            Hopper, bf16: cuda_matmul_hopper.cu (wgmma), with the same in the products
  *   1 to 4 rows     elsewhere: cuda_matvec.cu
@@ -170,14 +170,14 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
     a.window = c->layer[layer].window ? c->layer[layer].window : (int)ALL_POSITIONS;
     a.scale = c->attention_scale;
     a.cap = c->attention_cap;
-    if (rows.count == 1 && b->pending.raw) {
+    if (rows.count == 1 && b->pending.heads) {
         a.raw.qkv = (const float *)engine_region(e, REGION_QKV);
         a.raw.norm_q = e->layer[layer].norm_q;
         a.raw.norm_k = e->layer[layer].norm_k;
         a.raw.rope = cuda_turns(e, layer);
         a.raw.half = c->rotary_dims / 2;
         a.raw.eps = c->norm_eps;
-        b->pending.raw = false;
+        b->pending.heads = false;
     }
     const bool near = cuda_is_short(e, rows.count) ||
                       a.window <= cuda_near(e, rows.count); /* speed alone depends on it */

@@ -33,7 +33,7 @@ struct cuda_backend {
     struct {
         const float *product, *gamma; /* f32 [C]; product NULL: nothing */
         bool moved;                   /* x lies in the other of its two places */
-        bool raw;                     /* q and k of this layer are attention's to finish */
+        bool heads;                   /* q and k of this layer are attention's to finish */
         int layer;
     } pending;
     bool general;       /* the general path alone, whatever the device can do: tests ask for it */
@@ -94,7 +94,8 @@ static inline const float *cuda_turns(const struct engine *e, int layer) {
 
 /* ---- errors ---- */
 
-/* Keeps the first failure: "CUDA: cudaStreamSynchronize: unspecified launch failure (...)". Returns whether status is a failure. */
+/* Keeps the first failure: "CUDA: cudaStreamSynchronize: unspecified launch failure (...)". Returns whether
+ * status is a failure. */
 bool cuda_failed(struct cuda_backend *b, const char *call, cudaError_t status);
 #define CUDA_TRY(b, call) cuda_failed(b, #call, call)
 
@@ -105,7 +106,7 @@ void cuda_launch_failed(struct cuda_backend *b, const char *kernel, dim3 grid, i
 /* Launches a kernel on the backend's stream, blocks in clusters of so many. On sm_90 and later it may start
  * before its predecessor has ended (programmatic dependent launch), so every kernel calls
  * wait_for_inputs() (cuda.cuh) before it touches anything but weights. Shared memory above 48 KB is asked
- * for here. */
+ * for here, of which a kernel may declare 16 KB. */
 template <class... P, class... A>
 void cuda_launch_clusters(struct cuda_backend *b, const char *name, void (*kernel)(P...), dim3 grid,
                           int cluster, int threads, size_t shared, A... arguments) {
@@ -126,7 +127,7 @@ void cuda_launch_clusters(struct cuda_backend *b, const char *name, void (*kerne
     /* All kernels ask for the same split of shared memory and L1: a multiprocessor changes it only when
      * it is empty, and then neighbours of the chain could not share one. */
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-    if (status == cudaSuccess && shared > 48 * 1024)
+    if (status == cudaSuccess && shared > 32 * 1024) /* with static memory that may be 48 KB */
         status =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
     if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, P(arguments)...);
@@ -159,9 +160,9 @@ struct heads {
     void *keys, *values;              /* m [slots, G, R, D] of this layer */
     const int32_t *slots, *positions; /* [T]; position s lies at s mod R */
     const float *bias;                /* f32 [(H + 2G) D]; NULL: none */
-    float *
-        raw; /* cuda_decode.cu alone, f32 [(H + 2G) D]: takes q and k as they are before norm and RoPE
-                   (and v), for attention to finish; NULL: not */
+    /* cuda_decode.cu alone, f32 [(H + 2G) D]: takes q and k as they are before norm and RoPE (and v), for
+     * attention to finish; NULL: not. */
+    float *raw;
     const float *rope;    /* f32 [T, 2, half], cosines and sines; NULL: nothing turns */
     int H, G, D, R, half; /* dimension j < half turns with j + half */
 };
@@ -213,7 +214,7 @@ void cuda_matvec(struct cuda_backend *b, const struct product *p);
 
 /* ---- one row on Hopper, bf16 (cuda_decode.cu): the operators of ops.h ---- */
 
-/* Whether they take a model's widths. */
+/* Whether they take a model: its widths, norms, biases and activation. */
 bool cuda_decode_takes(const struct config *c);
 void cuda_decode_qkv(struct engine *e, int layer);
 void cuda_decode_project(struct engine *e, int layer, enum projection which);
@@ -271,6 +272,11 @@ struct heads cuda_heads(const struct engine *e, int layer);
 void cuda_finish_heads(struct engine *e, int layer, struct rows rows);
 
 /* ---- attention ---- */
+
+/* Where a position lies in a ring of R. */
+__host__ __device__ inline int place_in_ring(int position, int R) {
+    return position < R ? position : position % R;
+}
 
 /* The window of a layer without one. */
 enum { ALL_POSITIONS = 1 << 30 };

@@ -18,8 +18,9 @@
  *           2^(score - top), where top follows the row's maximum only once that is more than 8
  *           ahead: the quotient is the same, and the sums are seldom rescaled. Nothing past the
  *           last row's position is read; K and V are zeros there, and scores of what a row does not
- *           see become -inf by selection. A NaN in a later row's V does reach the rows of its
- *           tile, whose weight for it is zero: the model is broken, and the last row says so.
+ *           see become -inf by selection. A NaN in V of a later row, or of a position
+ *           before a window, does reach the rows of its tile, whose weight for it is zero: the model is
+ *           broken, and the last row says so.
  * Needs     D a multiple of 8, at most 256; scale > 0; q, keys and values on 16 bytes, out on 4. */
 #include "kernels/cuda.cuh"
 #include "kernels/cuda.h"
@@ -294,7 +295,8 @@ __device__ __forceinline__ void write_result(const struct cuda_attention &a, sum
         }
 }
 
-/* See the top of the file. factor: of scores to powers of two. Block i: group i % G, and the tiles from the last to the first. */
+/* See the top of the file. factor: of scores to powers of two. Block i: group i % G, and the tiles from the
+ * last to the first. */
 template <class C>
 __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     attention_prefill(const __grid_constant__ struct cuda_attention a, const float factor) {

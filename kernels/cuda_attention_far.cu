@@ -85,7 +85,7 @@ __device__ __forceinline__ void produce(const struct cuda_attention &a, const st
         if (lane == 0) barrier_expect(barrier, (uint32_t)(2 * valid * S::row_bytes));
         __syncwarp(); /* the bytes are expected, before they come */
         const int rows = min(valid - half * S::tile / 2, S::tile / 2);
-        const int first = place_in_ring(a, begin + half * S::tile / 2);
+        const int first = place_in_ring(begin + half * S::tile / 2, a.R);
         const int straight = min(rows, a.R - first); /* before the ring goes round */
         const uint32_t there = to + (uint32_t)(at.slot * S::stage_bytes);
         if (lane < 4 && rows > 0)
@@ -406,7 +406,7 @@ template <int D> void launch(struct cuda_backend *b, const struct cuda_attention
 } // namespace
 
 bool cuda_attention_far_takes(const struct cuda_attention *a) {
-    return cuda_attention_near_takes(a) && a->G <= CUDA_COUNTERS && a->cap == 0;
+    return cuda_attention_near_takes(a) && a->G <= CUDA_COUNTERS;
 }
 
 void cuda_attention_far(struct cuda_backend *b, const struct cuda_attention *a) {

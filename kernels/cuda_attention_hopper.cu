@@ -9,8 +9,8 @@
  *           last 2048 rows of 32768 (D = 128): 641.
  * Tile      a warpgroup owns 64 queries: 64 / (H/G) rows of all H/G heads of a group, row by row,
  *           which one box of the copy engine brings. So they all end at nearly the same position:
- *           only a tile's last blocks (and with a window its first ones) need a mask, and of the last one the right half is skipped
- *           where no row sees it. Three warpgroups share each block of K and V; two where tiles are
+ *           only a tile's last blocks, and with a window its first ones, need a mask, and of the last
+ *           one the right half is skipped where no row sees it. Three warpgroups share each block of K and V; two where tiles are
  *           few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
  * Warps     consumers   S = Q K^T from shared memory, softmax in registers, P = bf16(S) takes over
  *                       S's registers and is an operand of O += P V. Nothing overlaps within a
@@ -32,7 +32,8 @@
  *           -inf by selection, and their weights 0. Where 0 times V would be no number, the cleaner
  *           steps in: rows past the tile's last position become zeros, whatever they hold, and so
  *           do rows with a NaN or an infinity, which make all rows that see them NaN. So a row's
- *           bytes depend on nothing but what it sees: the same in any chunk, tile and run.
+ *           bytes depend on nothing but what it sees: the same in any chunk, tile and run. Positions
+ *           of a tile that lie before a row's window have to be numbers, though.
  * Needs     D = 64, 80, 96, 128 or 256; H/G at most 64; scale > 0; pointers on 16 bytes. */
 #include "kernels/cuda_attention_hopper.cuh"
 #include "kernels/cuda_tensor_map.h"

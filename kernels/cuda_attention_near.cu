@@ -95,17 +95,19 @@ template <int D> void launch(struct cuda_backend *b, const struct cuda_attention
 
 bool cuda_attention_near_takes(const struct cuda_attention *a) {
     const int queries = a->D > 128 ? QUERIES : 2 * QUERIES;
-    return cuda_attention_decode_takes(a->D) && a->H % a->G == 0 && a->H / a->G <= queries;
+    return cuda_attention_decode_takes(a->D) && a->H % a->G == 0 && a->H / a->G <= queries &&
+           a->cap == 0;
 }
 
-/* The head sizes of Qwen 3 and Gemma 3. */
+/* The head sizes of Qwen 3 and Gemma 3, which have no bias there. */
 bool cuda_attention_finishes(const struct config *c) {
     struct cuda_attention a = {};
     a.D = c->head_dim;
     a.H = c->heads;
     a.G = c->kv_heads;
     a.cap = c->attention_cap;
-    return c->qk_norm == QK_NORM_HEAD && a.D % 128 == 0 && cuda_attention_far_takes(&a);
+    return c->qk_norm == QK_NORM_HEAD && !c->qkv_bias && a.D % 128 == 0 &&
+           cuda_attention_far_takes(&a);
 }
 
 void cuda_attention_near(struct cuda_backend *b, const struct cuda_attention *a) {

@@ -69,11 +69,6 @@ static __device__ __forceinline__ void take_part(struct work &w, const struct cu
     w.end = min(w.length, w.begin + size);
 }
 
-/* Where a position lies in its ring. */
-static __device__ __forceinline__ int place_in_ring(const struct cuda_attention &a, int position) {
-    return position < a.R ? position : position % a.R;
-}
-
 /* This block's part of queries first to last - 1: from their position alone, since the grid is the same
  * for all positions. */
 static __device__ __forceinline__ struct work work_of(const struct cuda_attention &a,
@@ -127,7 +122,7 @@ static __device__ __forceinline__ void finish_heads(finished_heads<D> &heads,
         if (a.raw.rope) x.turn();
         x.store(query ? heads.q[i] : heads.key);
         if (query || w.end < w.length) continue;
-        const size_t place = (size_t)place_in_ring(a, w.length - 1);
+        const size_t place = (size_t)place_in_ring(w.length - 1, a.R);
         x.store((bf16 *)a.keys + (((size_t)w.slot * a.G + w.kv_head) * a.R + place) * D);
     }
 }

@@ -60,7 +60,7 @@ template <class S> struct ring {
     /* A tile of K or V: positions from `begin` on of a ring, of which `valid` exist; zeros past them. */
     __device__ __forceinline__ void request(int s, const struct cuda_attention &a,
                                             const bf16 *cache, int begin, int valid) {
-        const int lane = threadIdx.x % 32, first = place_in_ring(a, begin);
+        const int lane = threadIdx.x % 32, first = place_in_ring(begin, a.R);
         const bf16 *from = cache + (size_t)first * S::D, *around = from - (size_t)a.R * S::D;
 #pragma unroll
         for (int i = 0; i < S::tile * S::D / 256; i++) {
@@ -135,8 +135,8 @@ static __device__ __forceinline__ void score_tile(float scores[S::columns][SETS]
 }
 
 /* Scores of a set, in powers of two, become weights relative to 2^maximum; positions before `hidden` and
- * from `valid` on count nothing. Lane l keeps maximum and sum (of its own positions) of query l/4; found has queries
- * 2 (l%4), +1. */
+ * from `valid` on count nothing. Lane l keeps maximum and sum (of its own positions) of query l/4; found
+ * has queries 2 (l%4), +1. */
 template <class S, int SETS>
 static __device__ __forceinline__ void weigh_tile(float weights[S::columns][SETS][2], int s,
                                                   int hidden, int valid, float &maximum, float &sum,
@@ -355,7 +355,7 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
             for (int i = 0; i < 2 * S::columns; i++) weights[i / 2][s][i % 2] *= scale;
 #pragma unroll
             for (int i = 0; i < 2 * S::columns; i++)
-                if (a.cap > 0)
+                if (!ALONE && a.cap > 0)
                     weights[i / 2][s][i % 2] = capped(weights[i / 2][s][i % 2], a.cap * LOG2_E);
             hidden[s] = ALONE ? 0 : limit[s] - a.window - begin;
             valid[s] = min(limit[s], w.end) - begin;

@@ -13,52 +13,63 @@ namespace {
 
 /* ---- what follows a product ---- */
 
-/* q, or k and v into the cache: a pair of values that turn together. */
-__device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, float b,
-                                           const float *turn) {
-    const heads &h = p.heads;
-    const int head = unit / (h.D / 2), j = unit % (h.D / 2);
-    const bool turns = head < h.H + h.G && j < h.half && h.rope;
-    const int first = j < h.half ? j : 2 * j, second = j < h.half ? j + h.half : 2 * j + 1;
-    if (h.bias) {
-        a += __ldg(h.bias + (size_t)head * h.D + first);
-        b += __ldg(h.bias + (size_t)head * h.D + second);
-    }
-    if (h.raw) {
-        h.raw[(size_t)head * h.D + first] = a;
-        h.raw[(size_t)head * h.D + second] = b;
-        if (head < h.H + h.G) return;
-    }
-    if (turns) {
-        const float c = turn[0], s = turn[1], low = a;
-        a = low * c - b * s;
-        b = b * c + low * s;
-    }
-    bf16 *to = (bf16 *)h.q + (size_t)head * h.D;
-    if (head >= h.H) {
-        const bool value = head >= h.H + h.G;
-        const int g = head - h.H - (value ? h.G : 0);
-        to = (bf16 *)(value ? h.values : h.keys) +
-             (((size_t)*h.slots * h.G + g) * h.R + *h.positions % h.R) * h.D;
-    }
-    to[first] = __float2bfloat16_rn(a);
-    to[second] = __float2bfloat16_rn(b);
-}
-
-/* What a thread needs of other kernels for its first unit, asked for before the stream is awaited:
- * the residual, or the angle's cosine and sine. */
-template <mode M> struct ahead {
-    float value[2];
-    __device__ __forceinline__ void load(const stream &p, int unit) {
-        if (M == PROJECT) value[0] = p.residual ? __ldcg(p.residual + unit) : 0.0f;
-        const heads &h = p.heads;
-        const int j = M == QKV ? unit % (h.D / 2) : 0;
-        if (M == QKV && h.rope && j < h.half) {
-            value[0] = __ldcg(h.rope + j);
-            value[1] = __ldcg(h.rope + h.half + j);
-        }
+/* The two dimensions of a head that a unit of QKV is. */
+struct dimensions {
+    int head, first, second;
+    bool turn;
+    __device__ __forceinline__ dimensions(const heads &h, int unit) {
+        const int j = unit % (h.D / 2);
+        head = unit / (h.D / 2);
+        turn = j < h.half && h.rope;
+        first = j < h.half ? j : 2 * j;
+        second = j < h.half ? j + h.half : 2 * j + 1;
     }
 };
+
+/* What a thread needs beside the product for its first unit, asked for before the stream is awaited. PROJECT:
+ * the residual. QKV: the angle's cosine and sine, the bias, and where the row lies in a head's cache. */
+template <mode M> struct ahead {
+    float value[2], bias[2];
+    int place;
+    __device__ __forceinline__ void load(const stream &p, int unit) {
+        if (M == PROJECT) value[0] = p.residual ? __ldcg(p.residual + unit) : 0.0f;
+        if (M != QKV) return;
+        const heads &h = p.heads;
+        const dimensions d(h, unit);
+        value[0] = d.turn ? __ldcg(h.rope + d.first) : 1.0f;
+        value[1] = d.turn ? __ldcg(h.rope + d.second) : 0.0f;
+        bias[0] = h.bias ? __ldg(h.bias + (size_t)d.head * h.D + d.first) : 0.0f;
+        bias[1] = h.bias ? __ldg(h.bias + (size_t)d.head * h.D + d.second) : 0.0f;
+        place = __ldcg(h.slots) * h.G * h.R + place_in_ring(__ldcg(h.positions), h.R);
+    }
+};
+
+/* q, or k and v into the cache: a pair of values that turn together. */
+__device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, float b,
+                                           const ahead<QKV> &own) {
+    const heads &h = p.heads;
+    const dimensions d(h, unit);
+    const bool query = d.head < h.H, value = d.head >= h.H + h.G;
+    a += own.bias[0];
+    b += own.bias[1];
+    if (h.raw) {
+        h.raw[(size_t)d.head * h.D + d.first] = a;
+        h.raw[(size_t)d.head * h.D + d.second] = b;
+        if (!value) return;
+    }
+    if (d.turn && !value) {
+        const float low = a;
+        a = low * own.value[0] - b * own.value[1];
+        b = b * own.value[0] + low * own.value[1];
+    }
+    bf16 *to = (bf16 *)h.q + (size_t)d.head * h.D;
+    if (!query) {
+        const int g = d.head - h.H - (value ? h.G : 0);
+        to = (bf16 *)(value ? h.values : h.keys) + ((size_t)g * h.R + own.place) * h.D;
+    }
+    to[d.first] = __float2bfloat16_rn(a);
+    to[d.second] = __float2bfloat16_rn(b);
+}
 
 template <mode M, class F, bool AFTER>
 __device__ __forceinline__ void finish(const stream &p, const float *partial, float *squares,
@@ -80,7 +91,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
         }
         ahead<M> own = first;
         if (u >= CONSUMERS) own.load(p, unit);
-        if (M == QKV) finish_qkv(p, unit, sum[0], sum[1], own.value);
+        if constexpr (M == QKV) finish_qkv(p, unit, sum[0], sum[1], own);
         if (M == PROJECT) p.y[unit] = own.value[0] + sum[0];
         if (M == GATE_UP) p.h[unit] = __float2bfloat16_rn(activate(sum[0], p.gelu) * sum[1]);
         if (M == STORE) p.y[unit] = sum[0];
@@ -153,7 +164,7 @@ __global__ void __maxnreg__((registers<F, AFTER>()))
 
 /* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a
  * multiprocessor together (227 KB), so that one fills its ring while the other drains; qkv,
- * attention over a short cache (37 KB) and the product after it all three. But no multiprocessor
+ * attention over a short cache (37 KB, and 5 more where it finishes heads) and the product after it all three. But no multiprocessor
  * may have room for two blocks of a kernel when the first ones are placed: others would get none,
  * and the next kernels inherit that. So the kernel after attention, which leaves multiprocessors
  * empty, takes more than half (without that the 8B shape loses a quarter of its speed), and down
@@ -220,7 +231,7 @@ template <mode M> void launch(struct engine *e, const stream &p, size_t ring, si
 
 /* Where x lies, between a norm after a product and the next: two places in turn, since the kernel that adds
  * has blocks that still read the old one. The second place, and the product, are in REGION_PANELS, which
- * has more than 256 rows of C floats for its own rows of a prompt. */
+ * has room for 128 rows of C floats at least. */
 float *place_of_x(const struct engine *e, bool moved) {
     return (float *)engine_region(e, moved ? REGION_PANELS : REGION_X);
 }
@@ -263,7 +274,7 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     if (e->config->qk_norm == QK_NORM_NONE || finishes) {
         p.units = rows / 2;
         p.heads.raw = finishes ? raw : NULL;
-        backend_of(e)->pending.raw = finishes;
+        backend_of(e)->pending.heads = finishes;
         backend_of(e)->pending.layer = layer;
         launch<QKV>(e, p, ring);
         return;
@@ -312,8 +323,8 @@ void cuda_decode_classify(struct engine *e) {
 void cuda_decode_settle(struct engine *e) {
     struct cuda_backend *b = backend_of(e);
     const struct prepared nothing = {};
-    if (b->pending.raw) cuda_finish_heads(e, b->pending.layer, (struct rows){1, 0});
-    b->pending.raw = false;
+    if (b->pending.heads) cuda_finish_heads(e, b->pending.layer, (struct rows){1, 0});
+    b->pending.heads = false;
     if (!b->pending.product) return;
     cuda_add(e, 1, place_of_x(e, b->pending.moved), b->pending.product,
              {NULL, {b->pending.gamma, NULL}}, &nothing);

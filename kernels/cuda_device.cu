@@ -161,6 +161,10 @@ void cuda_settle(struct engine *e) {
     cuda_decode_settle(e);
 }
 
+bool cuda_unfinished(const struct engine *e) {
+    return backend_of(e)->pending.heads;
+}
+
 int cuda_parts_of_squares(const struct engine *e, int *stride) {
     const struct cuda_backend *b = backend_of(e);
     *stride = b->normed.stride;

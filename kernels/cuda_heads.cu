@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS)
         x.store((M *)p.q + (t * p.H + head) * D);
     else
         x.store((M *)(value ? p.values : p.keys) +
-                (((size_t)p.slots[t] * p.G + g) * p.R + p.positions[t] % p.R) * D);
+                (((size_t)p.slots[t] * p.G + g) * p.R + place_in_ring(p.positions[t], p.R)) * D);
 }
 
 template <class M> void launch(struct engine *e, int layer, int rows) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
         if (E == EPILOGUE_QKV && lane < ACROSS && valid) {
             const heads &h = p.heads;
             const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
-            facts.place[row] = (slot + (size_t)(__ldcg(h.positions + row) % h.R)) * h.D;
+            facts.place[row] = (slot + (size_t)place_in_ring(__ldcg(h.positions + row), h.R)) * h.D;
         }
     }
 }

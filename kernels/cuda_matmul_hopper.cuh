@@ -331,8 +331,8 @@ struct row_turn {
         }
         place = 0;
         if (!inside) return;
-        place =
-            (size_t)__ldcg(h.slots + row) * h.G * h.R + (size_t)(__ldcg(h.positions + row) % h.R);
+        place = (size_t)__ldcg(h.slots + row) * h.G * h.R +
+                (size_t)place_in_ring(__ldcg(h.positions + row), h.R);
     }
 };
 

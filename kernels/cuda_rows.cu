@@ -48,8 +48,8 @@ struct embedding {
     float embed_scale, rope_scale;
 };
 
-/* What      x[t] = table[token] embed_scale + learned[position]; rope[.., t] = cosines and sines of the position's angles;
- *           next: x gamma, and the sum of x^2.
+/* What      x[t] = table[token] embed_scale + learned[position]; rope[.., t] = cosines and sines of the
+ *           position's angles; next: x gamma, and the sum of x^2.
  * Owners    block t the row t.
  * Bound     latency: a few KB a row.
  * Numerics  f32; the angle is the f32 product of position and frequency, as on the CPU.
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     wait_for_inputs();
     const int f = ((int)blockIdx.y * ROW_THREADS + (int)threadIdx.x) * 4;
     if (f >= F) return;
-    float gate[4], up[4] = {1, 1, 1, 1}, of_gate[4] = {}, of_up[4] = {};
+    alignas(16) float gate[4], up[4] = {1, 1, 1, 1}, of_gate[4] = {}, of_up[4] = {};
     y += (size_t)blockIdx.x * F * (gated ? 2 : 1) + f;
     store_four(gate, load_four(y));
     if (gated) store_four(up, load_four(y + F));
@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
     cap_kernel(float *logits, int count, int stride, float cap) {
     start_dependents();
     wait_for_inputs();
-    const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x;
-    float *at = logits + (size_t)blockIdx.y * stride + i;
+    const int i = (int)blockIdx.y * ROW_THREADS + (int)threadIdx.x;
+    float *at = logits + (size_t)blockIdx.x * stride + i;
     if (i < count) *at = cap * tanhf(*at / cap);
 }
 
@@ -303,7 +303,7 @@ void cuda_activate(struct engine *e, int layer, int rows) {
 
 void cuda_cap_logits(struct engine *e, struct rows rows) {
     const struct config *c = e->config;
-    const dim3 grid((unsigned)divide_up(c->vocab_used, ROW_THREADS), (unsigned)rows.classified);
+    const dim3 grid((unsigned)rows.classified, (unsigned)divide_up(c->vocab_used, ROW_THREADS));
     cuda_launch(backend_of(e), "cap", cap_kernel, grid, ROW_THREADS, 0, cuda_logits(e, 0),
                 c->vocab_used, c->vocab, c->final_cap);
 }

@@ -17,8 +17,10 @@ void cuda_general_path(struct engine *e, bool on);
 enum { CUDA_FEW = -1 };
 int cuda_tiles(void);
 void cuda_one_tile(struct engine *e, int tile);
-/* Between two operators: REGION_X is x, also where the next operator was to complete it. */
+/* Between two operators: does what is left for the next one, so that REGION_X is x, REGION_Q q, and the cache has
+ * the keys. And whether q and k are left. */
 void cuda_settle(struct engine *e);
+bool cuda_unfinished(const struct engine *e);
 /* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,
  * *stride]; 0: none. */
 int cuda_parts_of_squares(const struct engine *e, int *stride);

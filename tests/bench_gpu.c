@@ -2,7 +2,8 @@
  *
  *   bench_gpu [8B|Qwen3-8B|... (bench_models.h)] [--decode] [--steps] [--prefill] [--operators] [2048 ...]
  *
- * Without names some models, without flags all of it, without numbers prompts of every length. A share is of the roof (ops->roof) measured in the
+ * Without names some models, without flags all of it; numbers: decode after so many positions,
+ * prompts of such lengths, and no others. A share is of the roof (ops->roof) measured in the
  * same run: of reading for steps of up to 64 rows, of multiply-adds (mma.sync) above. Bytes are those of
  * weights, once a step, and of the cache. */
 #define _POSIX_C_SOURCE 200809L
@@ -170,6 +171,23 @@ static double seconds_of_step(struct engine *e, struct rows rows, int repeats,
     return median(taken);
 }
 
+/* Numbers among the arguments: positions before decode and lengths of prompts, all others are left out. */
+static int wanted[8], wanted_count;
+
+static bool want(const char *argument) {
+    char *end;
+    const long number = strtol(argument, &end, 10);
+    if (end == argument || *end || number < 1 || wanted_count == 8) return false;
+    wanted[wanted_count++] = (int)number;
+    return true;
+}
+
+static bool is_wanted(int number) {
+    for (int i = 0; i < wanted_count; i++)
+        if (wanted[i] == number) return true;
+    return wanted_count == 0;
+}
+
 /* ---- decode ---- */
 
 /* The host loop, one draw ahead: seconds a token. */
@@ -207,6 +225,7 @@ static void bench_decode(struct bench *b) {
         struct sampler sampler;
         struct error error;
         struct result r = {.model = b->model, .tokens = 1, .roof = b->roof, .bytes_bind = true};
+        if (!is_wanted(cases[i].context)) continue;
         must(sampler_open(&sampler, *cases[i].how, b->config.vocab_used, &error), &error);
         cuda_general_path(&b->engine, cases[i].general);
         burst(b, cases[i].context, &sampler);
@@ -246,12 +265,6 @@ static void bench_steps(struct bench *b) {
 }
 
 /* ---- prefill ---- */
-
-static struct {
-    int T;
-    bool wanted;
-} lengths[] = {{512, true}, {2048, true}, {CHUNK, true}, {4 * CHUNK, true}};
-enum { LENGTHS = sizeof lengths / sizeof *lengths };
 
 /* A prompt of T tokens goes in steps of up to CHUNK rows. */
 static int rows_at(int T, int at) {
@@ -296,10 +309,11 @@ static void bench_first_token(struct bench *b) {
 }
 
 static void bench_prefill(struct bench *b) {
+    static const int lengths[] = {512, 2048, CHUNK, 4 * CHUNK};
     bench_first_token(b);
-    for (int i = 0; i < LENGTHS; i++) {
-        const int T = lengths[i].T, repeats = T < CHUNK ? 4 : 1;
-        if (!lengths[i].wanted) continue;
+    for (int i = 0; i < (int)(sizeof lengths / sizeof *lengths); i++) {
+        const int T = lengths[i], repeats = T < CHUNK ? 4 : 1;
+        if (!is_wanted(T)) continue;
         double taken[ROUNDS];
         struct result r = {.model = b->model, .tokens = T, .roof = b->roof};
         read_prompt(b, T); /* warm */
@@ -420,19 +434,6 @@ static bool has(int argc, char **argv, const char *argument) {
     return false;
 }
 
-/* Numbers among the arguments are the lengths of prompts that are wanted. Returns whether this is one. */
-static bool want_length(const char *argument) {
-    static bool chosen;
-    for (int i = 0; i < LENGTHS; i++) {
-        char text[16];
-        snprintf(text, sizeof text, "%d", lengths[i].T);
-        if (strcmp(text, argument) != 0) continue;
-        for (int j = 0; j < LENGTHS && !chosen; j++) lengths[j].wanted = false;
-        return chosen = lengths[i].wanted = true;
-    }
-    return false;
-}
-
 int main(int argc, char **argv) {
     static const struct {
         const char *flag;
@@ -449,7 +450,7 @@ int main(int argc, char **argv) {
         bool known = false;
         for (int p = 0; p < PARTS; p++) known |= !strcmp(argv[i], parts[p].flag);
         for (int m = 0; m < BENCH_MODELS; m++) known |= !strcmp(argv[i], bench_models[m].name);
-        if (known || want_length(argv[i])) continue;
+        if (known || want(argv[i])) continue;
         fprintf(stderr, "bench_gpu: %s is no model and no flag of its first lines\n", argv[i]);
         return 2;
     }

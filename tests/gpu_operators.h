@@ -11,8 +11,9 @@ struct step {
     struct rows rows;
     enum dtype dtype;
     size_t T, C, H, G, D, F, V, S, qkv;
-    size_t every; /* of wide products so many columns are not computed but one */
-    bool chained; /* nothing is written between the operators, as in a whole step */
+    size_t every;            /* of wide products so many columns are not computed but one */
+    bool chained;            /* nothing is written between the operators, as in a whole step */
+    struct both *unfinished; /* of one row: what qkv should give, where attention is to finish it */
     char name[160];
 };
 
@@ -221,22 +222,43 @@ static inline void check_qkv(struct step *s, int layer) {
     poison(s, REGION_Q);
     begin(s);
     g->device.ops->qkv(&g->device, layer, s->rows);
+    const bool unfinished = s->chained && cuda_unfinished(&g->device);
+    if (!unfinished) cuda_settle(&g->device);
     if (gpu_read(g, s->name, "qkv")) {
         struct both *qkv = reference_qkv(s, layer, x, row_numbers(s, 2));
         struct both *q = both_new(s->T * queries);
         for (size_t t = 0; t < s->T; t++)
             memcpy(q + t * queries, qkv + t * s->qkv, queries * sizeof *q);
         const double tolerance = tolerance_of(qkv, s->T * s->qkv, s->C, s->dtype, true);
-        check_append(s, layer, REGION_KEYS, qkv, queries, tolerance);
         check_append(s, layer, REGION_VALUES, qkv, queries + s->G * s->D, tolerance);
-        end(s, "qkv", REGION_Q, s->dtype, q, s->T, queries, tolerance);
-        free(qkv);
+        if (unfinished) {
+            gpu_unchanged(g, s->name, "qkv");
+            s->unfinished = qkv;
+        } else {
+            check_append(s, layer, REGION_KEYS, qkv, queries, tolerance);
+            end(s, "qkv", REGION_Q, s->dtype, q, s->T, queries, tolerance);
+            free(qkv);
+        }
         free(q);
     }
     free(x);
 }
 
 /* ---- attend ---- */
+
+/* A case: the key that attention has finished. Then q, and the key in k, are what qkv should give. */
+static inline void check_finished(struct step *s, int layer, struct both *q, struct both *k) {
+    const size_t queries = s->H * s->D;
+    const size_t slot = (size_t)row_numbers(s, 1)[0], at = (size_t)row_numbers(s, 2)[0];
+    check_append(s, layer, REGION_KEYS, s->unfinished, queries,
+                 tolerance_of(s->unfinished, s->qkv, s->C, s->dtype, true));
+    memcpy(q, s->unfinished, queries * sizeof *q);
+    for (size_t g = 0; g < s->G; g++)
+        memcpy(k + position_offset(s, layer, slot, g, at), s->unfinished + queries + g * s->D,
+               s->D * sizeof *k);
+    free(s->unfinished);
+    s->unfinished = NULL;
+}
 
 static inline void check_attend(struct step *s, int layer) {
     struct gpu *g = s->g;
@@ -251,6 +273,7 @@ static inline void check_attend(struct step *s, int layer) {
     struct both *q = both_of(was(s, REGION_Q), s->dtype, count), *a = both_new(count);
     struct both *k = both_of((char *)was(s, REGION_KEYS) + before, s->dtype, cache);
     struct both *v = both_of((char *)was(s, REGION_VALUES) + before, s->dtype, cache);
+    if (s->unfinished) check_finished(s, layer, q, k);
     struct attention_job job = {.q = q,
                                 .k = k,
                                 .v = v,

@@ -64,26 +64,36 @@ static inline struct config random_config(struct shape s, enum dtype dtype) {
     return c;
 }
 
-/* Flags that differ with T, and windows and RoPE tables that differ from layer to layer. */
+/* One of 0 to n - 1. */
+static inline int random_choice(uint64_t *state, int n) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (int)((*state >> 33) % (uint64_t)n);
+}
+
+/* Flags that differ with T and the position, each by itself, and windows and RoPE tables that differ from layer
+ * to layer. */
 static inline void random_flags(struct config *c, int T, int position) {
     static const int windows[] = {0, 1, 3, 0, 16, 65, 0, 200, 700};
-    c->qk_norm = T % 4 < 2 ? QK_NORM_HEAD : T % 4 == 2 ? QK_NORM_FULL : QK_NORM_NONE;
-    c->qkv_bias = T % 3 == 1 && c->qk_norm != QK_NORM_FULL;
-    c->rotary_dims = T % 5 == 1 && c->head_dim % 16 == 0 ? c->head_dim / 2 : c->head_dim;
-    c->rope_tables = T % 9 == 8 ? 0 : 1 + T % 2;
+    uint64_t state = (uint64_t)T * 1000003u + (uint64_t)position;
+    for (int i = 0; i < 4; i++) random_choice(&state, 2);
+    c->qk_norm = (enum qk_norm)random_choice(&state, 3);
+    c->qkv_bias = random_choice(&state, 2) && c->qk_norm != QK_NORM_FULL;
+    c->rotary_dims = c->head_dim;
+    if (random_choice(&state, 4) == 0 && c->head_dim % 16 == 0) c->rotary_dims /= 2;
+    c->rope_tables = random_choice(&state, 3);
     if (!c->rope_tables) c->rotary_dims = 0;
-    c->norm = T % 5 < 2 ? LAYER_NORM : RMS_NORM;
-    c->gated = T % 8 > 2;
-    c->out_bias = T % 4 < 2;
-    c->ffn_bias = T % 3 > 0;
-    c->learned_positions = T % 4 == 1;
-    c->norm_placement = T % 7 < 3 ? NORM_BEFORE_AND_AFTER : T % 7 == 3 ? NORM_AFTER : NORM_BEFORE;
-    c->activation = T % 7 > 4 ? GELU : T % 7 > 2 ? GELU_TANH : SILU;
-    c->attention_cap = T % 6 == 2 ? 2.5f : 0;
-    c->final_cap = T % 6 == 3 ? 1.5f : 0;
+    c->norm = random_choice(&state, 4) == 0 ? LAYER_NORM : RMS_NORM;
+    c->gated = random_choice(&state, 4) > 0;
+    c->out_bias = random_choice(&state, 4) == 0;
+    c->ffn_bias = random_choice(&state, 4) == 0;
+    c->learned_positions = random_choice(&state, 4) == 0;
+    c->norm_placement = (enum norm_placement)random_choice(&state, 3);
+    c->activation = (enum activation)random_choice(&state, 3);
+    c->attention_cap = random_choice(&state, 4) == 0 ? 2.5f : 0;
+    c->final_cap = random_choice(&state, 4) == 0 ? 1.5f : 0;
     for (int l = 0; l < c->layers; l++) {
-        const int table = (T + l) % 3;
-        c->layer[l].window = windows[(T + position + l) % 9];
+        const int table = random_choice(&state, 3);
+        c->layer[l].window = windows[random_choice(&state, 9)];
         c->layer[l].rope_table = table < c->rope_tables ? table : NO_ID;
     }
 }

@@ -54,6 +54,27 @@ static void operators_with_every_flag(void) {
             }
 }
 
+/* One row of models with norms of heads, whose q and k attention finishes: every number of heads a group, near
+ * and far, with windows and without, RoPE on all, half or none of a head, norms after products. */
+static void one_row_that_attention_finishes(void) {
+    static const int ratios[] = {1, 2, 3, 4, 7, 8, 9, 14, 15, 16}, windows[] = {0, 512, 1, 0, 100};
+    static const int from[] = {0, 3, 63, 127, 128, 300, 511, 767, 768, 1023, 2500};
+    int n = 0;
+    for (int D = 128; D <= 256; D += 128)
+        for (int i = 0; i < (D > 128 ? 6 : 10); i++)
+            for (int p = i % 2; p < 11; p += quick ? 6 : 2, n++) {
+                const struct shape shape = {40 + 8 * (n % 3), 1, 2 * ratios[i], 2, D, 24, 33};
+                struct config c = random_config(shape, BF16);
+                c.qk_norm = QK_NORM_HEAD;
+                c.rope_tables = n % 5 > 0;
+                c.rotary_dims = !c.rope_tables ? 0 : n % 3 ? D : D / 2;
+                c.norm_placement = (enum norm_placement)(n % 3);
+                c.layer[0].rope_table = c.rope_tables ? 0 : NO_ID;
+                c.layer[0].window = windows[n % 5];
+                check_config(c, 1, from[p]);
+            }
+}
+
 /* Sums of every length that one row, or a few, have a form for: at the ends of what a form
  * takes. */
 static void operators_of_few_rows_at_every_width(void) {
@@ -364,6 +385,7 @@ static const struct {
     {"operators_on_ragged_shapes", operators_on_ragged_shapes},
     {"operators_on_a_wide_layer", operators_on_a_wide_layer},
     {"operators_with_every_flag", operators_with_every_flag},
+    {"one_row_that_attention_finishes", one_row_that_attention_finishes},
     {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
     {"operators_after_long_caches", operators_after_long_caches},
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},

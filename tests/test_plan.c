@@ -19,6 +19,7 @@ static struct config plan_config(void) {
                            .ffn = 1536,
                            .vocab = 49152,
                            .context = 8192,
+                           .gated = 1,
                            .rotary_dims = 64,
                            .rope_tables = 1};
 }
@@ -33,11 +34,14 @@ static void test_plan_regions(void **state) {
     assert_int_equal(plan.region[REGION_KEYS].bytes, 4UL * 30 * 2 * 3 * 1008 * 64);
     assert_int_equal(plan.region[REGION_VALUES].bytes, 4UL * 30 * 2 * 3 * 1001 * 64);
     assert_int_equal(plan.region[REGION_LOGITS].bytes, 4UL * 3 * 49152);
-    assert_int_equal(plan.region[REGION_H].bytes,
-                     4UL * 512 * 1536); /* and with a gate twice that */
-    c.gated = 1;
-    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
     assert_int_equal(plan.region[REGION_H].bytes, 4UL * 512 * 2 * 1536);
+    c.gated = 0;
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_int_equal(plan.region[REGION_H].bytes, 4UL * 512 * 1536);
+    assert_int_equal(plan.region[REGION_QKV].bytes, 4UL * 512 * (9 + 2 * 3) * 64);
+    limits.device = true; /* up alone takes the place of q, k and v, before its activation */
+    assert_int_equal(plan_make(&plan, &c, 1 << 20, limits, &error), 0);
+    assert_int_equal(plan.region[REGION_QKV].bytes, 4UL * 512 * 1536);
     for (int r = 0; r + 1 < REGIONS; r++) {
         assert_int_equal(plan.region[r].offset % PLAN_ALIGN, 0);
         assert_true(plan.region[r].offset + plan.region[r].bytes <= plan.region[r + 1].offset);
