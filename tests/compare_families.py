@@ -3,8 +3,8 @@
     python -m tests.compare_families [--device cuda]
 
 f32 logits over 512 positions, in parts of their range, and how many of 200 greedy ids are the same.
-A GGUF does not say which layers have no RoPE or, but for Gemmas and Mistral, a window, nor the scale
-of scores. Where a tiny config is not what the architecture implies, the same file is asked of a
+A GGUF does not say which layers have no RoPE or, but for Gemmas and Mistral, a window, nor what the
+scale of scores is. Where a tiny config is not what the architecture implies, the same file is asked of a
 GGUF as of a folder whose config is that. With a GPU also how far its f32 and bf16 logits are from
 the CPU's, in parts of the range."""
 
@@ -86,7 +86,8 @@ def main() -> None:
         text=True,
         check=False,
     ).stdout.strip()
-    print(f"{datetime.date.today()}; commit {commit or 'unknown'}: {' '.join(sys.argv)}")
+    command = ["tests/compare_families.py", *sys.argv[1:]]
+    print(f"{datetime.date.today()}; commit {commit or 'unknown'}: {' '.join(command)}")
     more = ("GPU f32 from CPU", "GPU bf16 from CPU", "GPU's greedy ids") if gpu else ()
     print("| family | source | logits range | largest difference | in parts | greedy ids |", end="")
     print("".join(f" {name} |" for name in more) + "\n" + "|---" * (6 + len(more)) + "|")
