@@ -4,9 +4,9 @@
 
 f32 logits over 512 positions, in parts of their range, and how many of 200 greedy ids are the same.
 A GGUF does not say which layers have no RoPE or, but for Gemmas and Mistral, a window, nor what the
-scale of scores is. Where a tiny config is not what the architecture implies, the same file is asked of a
-GGUF as of a folder whose config is that. With a GPU also how far its f32 and bf16 logits are from
-the CPU's, in parts of the range."""
+scale of scores is. Where a tiny config is not what the architecture implies, the same file is asked
+of a GGUF as of a folder whose config is that. With a GPU also how far its f32 and bf16 logits are
+from the CPU's, in parts of the range."""
 
 import datetime
 import subprocess
