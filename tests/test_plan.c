@@ -135,6 +135,19 @@ static void test_plan_chunk(void **state) {
     assert_true(too_much - plan.bytes > (size_t)1 << 30);
 }
 
+/* What a step's rows add to the rings of windows, 138 KB each in this model, counts as theirs; where the context
+ * is short the rings hold all of it, and rows add nothing. */
+static void test_chunk_of_a_model_with_windows(void **state) {
+    (void)state;
+    struct config c = plan_config();
+    struct limits limits = {65536, 0, 1, 1, 2, true};
+    c.kv_heads = 9;
+    for (int l = 0; l < c.layers; l++) c.layer[l].window = 1024;
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, SIZE_MAX), 4096);
+    limits.context = 1024;
+    assert_int_equal(plan_chunk(&c, 1 << 20, limits, SIZE_MAX), 8192);
+}
+
 static void test_plan_too_large(void **state) {
     (void)state;
     struct config c = plan_config();
@@ -169,9 +182,13 @@ static void test_context_chooses_rope(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_plan_regions),         cmocka_unit_test(test_plan_for_a_device),
-        cmocka_unit_test(test_rings_of_a_device),    cmocka_unit_test(test_plan_largest_context),
-        cmocka_unit_test(test_plan_chunk),           cmocka_unit_test(test_plan_too_large),
+        cmocka_unit_test(test_plan_regions),
+        cmocka_unit_test(test_plan_for_a_device),
+        cmocka_unit_test(test_rings_of_a_device),
+        cmocka_unit_test(test_plan_largest_context),
+        cmocka_unit_test(test_plan_chunk),
+        cmocka_unit_test(test_chunk_of_a_model_with_windows),
+        cmocka_unit_test(test_plan_too_large),
         cmocka_unit_test(test_context_chooses_rope),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
