@@ -14,6 +14,7 @@
 #include "kernels/ops.h"
 #include "model/file.h"
 #include "model/sampler.h"
+#include "tokenizer/chat.h"
 #include "tokenizer/tokenizer.h"
 
 #include <errno.h>
@@ -33,7 +34,8 @@ struct run {
     struct ids prompt;
     struct engine engine;
     struct sampler sampler;
-    FILE *logits; /* --logits writes here */
+    int32_t chat_end; /* --chat: ends the answer, whatever the model's own stops are */
+    FILE *logits;     /* --logits writes here */
 };
 
 /* ---- the forward pass ---- */
@@ -220,7 +222,9 @@ static int prefill(struct run *r, bool classify_all, int (*each)(struct run *, i
 
 /* ---- generation ---- */
 
-static bool is_stop(const struct config *c, int32_t id) {
+static bool is_stop(const struct run *r, int32_t id) {
+    const struct config *c = &r->file.config;
+    if (r->options.chat && id == r->chat_end) return true;
     for (int i = 0; i < c->stop_count; i++)
         if (c->stops[i] == id) return true;
     return false;
@@ -269,7 +273,7 @@ static int answer(struct run *r, struct decoder *decoder, struct output *output,
         }
         int code = e->ops->take(e, &id, error);
         if (code) return code;
-        if (is_stop(e->config, id) && !o->ignore_eos) return 0;
+        if (is_stop(r, id) && !o->ignore_eos) return 0;
         sampler_accept(&r->sampler, id);
         char text[DECODER_ROOM];
         size_t bytes = text_of(r, decoder, id, text);
@@ -298,6 +302,9 @@ static int generate(struct run *r, struct error *error) {
     if (r->options.echo && (code = print_prompt(r, &decoder, &output, error))) return code;
     for (size_t i = 0; i < r->prompt.count; i++) sampler_accept(&r->sampler, r->prompt.id[i]);
     double start = seconds();
+    if (r->options.chat &&
+        (code = chat_end(r->tokenizer, r->file.config.chat_shape, &r->chat_end, error)))
+        return code;
     if ((code = prefill(r, false, NULL, error))) return code;
     if ((code = r->engine.ops->finish(&r->engine, error))) return code;
     double prompt_done = seconds();

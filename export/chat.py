@@ -1,10 +1,17 @@
 """The shape of a chat, told from the marks in a chat template. Templates are programs from the
 model's author; they are searched, never run."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from export.files import read_json, read_json_if_there
+
+if TYPE_CHECKING:  # both import this file
+    from export.model import Config
+    from export.tokenizer import Tokenizer
 
 SHAPES = {
     "none": 0,
@@ -90,6 +97,14 @@ def bos_token(folder: Path) -> str:
     """The text of what a template calls bos_token."""
     token = read_json_if_there(folder / "tokenizer_config.json").get("bos_token")
     return str(token.get("content") if isinstance(token, dict) else token)
+
+
+def set_shape(config: Config, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """The shape, and whether bos comes first, as a folder's template has it."""
+    template = template_from_hf(folder)
+    config.chat, config.chat_bos = shape_of(template), has_bos(template)
+    if config.chat_bos and config.bos is None and tokenizer:
+        config.bos = tokenizer.id_of_control(bos_token(folder))
 
 
 def default_system(template: str) -> str:

@@ -18,7 +18,7 @@ def malformed(what: str):
         TypeError,
         LookupError,
         AttributeError,
-        OverflowError,
+        ArithmeticError,
         struct.error,
     ) as error:
         kind = type(error).__name__

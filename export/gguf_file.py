@@ -139,7 +139,12 @@ def _apply_rope_factors(config: Config, part: Part) -> None:
 
 def _set_tokens(config: Config, reader: Reader, tokenizer: Tokenizer | None) -> None:
     def token(name: str) -> int | None:
-        return _value(reader, f"tokenizer.ggml.{name}_token_id", None)
+        value = _value(reader, f"tokenizer.ggml.{name}_token_id", None)
+        if value is not None and type(value) is not int:
+            raise ExportError(
+                f"GGUF: tokenizer.ggml.{name}_token_id: expected an id, found {value!r}"
+            )
+        return value
 
     config.bos, config.pad = token("bos"), token("padding")
     stops = [token(name) for name in ("eos", "eot", "eom")]
@@ -169,6 +174,8 @@ def _load(path: Path) -> Model:
     if embed:
         metadata.setdefault("vocab_size", embed.shape[0])
     name = _value(reader, "general.name", None) or path.stem
+    if not isinstance(name, str):
+        raise ExportError(f"GGUF: general.name: expected a text, found {name!r}")
     longrope = {} if kind.gpt2 else _longrope_factors(found)
     config = config_from_gguf(metadata, architecture, name, longrope)
     factors = found.pop("rope_freqs.weight", None)

@@ -217,5 +217,5 @@ def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) 
     tokenizer = tokenizer_from_hf(folder)
     if own:
         set_end_of_text(config, tokenizer)
-    config.chat = chat.shape_of(chat.template_from_hf(folder))
+    chat.set_shape(config, folder, tokenizer)
     return Model("nanoGPT" if own else f"Hugging Face, {ARCHITECTURE}", config, tokenizer, parts)

@@ -180,8 +180,5 @@ def load(folder: Path) -> Model:
     if tied and "classifier" in parts:
         check_tied(parts, "config.json says or implies tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
-    template = chat.template_from_hf(folder)
-    config.chat, config.chat_bos = chat.shape_of(template), chat.has_bos(template)
-    if config.chat_bos and config.bos is None and tokenizer:
-        config.bos = tokenizer.id_of_control(chat.bos_token(folder))
+    chat.set_shape(config, folder, tokenizer)
     return Model(f"Hugging Face, {family}", config, tokenizer, parts)

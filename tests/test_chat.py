@@ -5,12 +5,13 @@ import json
 import struct
 from pathlib import Path
 
+import gpt2_writers
 import pytest
 import writers
 import xxhash
 from engine import answer, model, refusal
 from exporting import export
-from golden import tiny
+from golden import gpt2, tiny
 from tokenizer_data import DATA, Driver, need, section
 
 from export import chat
@@ -148,6 +149,14 @@ def test_chat_answers(smollm2):
     assert found == answer(*base, "--special", "-p", whole) and b"Paris" in found
 
 
+def test_an_answer_ends_with_its_turn(smollm2, tmp_path):
+    """Also where the source has not said that the shape's end is a stop."""
+    bare = patched(smollm2, tmp_path / "bare.bin", _204=0, _208=0xFFFFFFFF, _212=0xFFFFFFFF)
+    base = ["-t", 0, "-n", 60, "--chat", "-p", "What is 2 + 2? One word."]
+    found = answer(smollm2, *base)
+    assert found == answer(bare, *base) and found != answer(bare, *base, "--ignore-eos")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -195,6 +204,20 @@ def small(tmp_path, template=None, added=CONTROL, tokenizer=True, **settings):
 
 
 LLAMA3 = "{{ bos_token }}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
+
+
+def test_bos_of_gpt2(tmp_path):
+    """As in other folders: bos comes first where the template has it."""
+    folder = writers.hf_folder(
+        tmp_path / "gpt2", gpt2.CONFIG | {"bos_token_id": 259}, gpt2_writers.weights()
+    )
+    content = writers.byte_level_json(added=[(text, True) for text in CONTROL])
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = {"chat_template": "{{ bos_token + '<|im_start|>' }}", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    export(folder, tmp_path / "gpt2.bin")
+    ids = answer(tmp_path / "gpt2.bin", "--chat", "-p", "x", "--tokenize").split()
+    assert ids[0] == b"259" and ids.count(b"259") == 1
 
 
 def test_bos_once(tmp_path):

@@ -67,6 +67,8 @@ SHARD = "model-00001-of-00002.safetensors"
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of RoPE param"),
         ({"rope_parameters": [1]}, "one set of RoPE param"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: expected a number, found None"),
+        ({"num_hidden_layers": 1 << 24}, "layers 16777216 is not in 1 to 1024"),
+        ({"num_hidden_layers": 1 << 31}, "a number up to 2.24, found 2147483648"),
         ({"rope_parameters": {"rope_theta": 0.5}}, "theta 0.5 is not in 1 to 1e9"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         (
@@ -80,7 +82,7 @@ def test_configs(tmp_path, out, capsys, tensors, changes, pattern):
     refused(capsys, tmp_path / "t", out, pattern)
 
 
-@pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, "x", [], {}, [[]], 1 << 70])
+@pytest.mark.parametrize("value", [None, True, -1, 0, 1e400, "x", [], {}, [[]], 1 << 31, 1 << 70])
 @pytest.mark.parametrize("family", ["llama", "qwen2_window", "phi4", "smollm3", "gemma3"])
 def test_config_values_of_any_kind(tmp_path, capsys, family, value):
     """Whatever a key holds: a file or one line."""

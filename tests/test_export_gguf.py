@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reader
 import writers
-from exporting import differs, export, put_together, small
+from exporting import differs, export, put_together, refused, small
 from golden import tiny
 from tokenizer_data import SMOLLM2, need
 
@@ -216,6 +216,23 @@ def test_gguf_metadata_that_does_not_fit(architecture, more, factors, pattern):
         metadata = {key: value for key, value in metadata.items() if "window" not in key}
     with pytest.raises(ExportError, match=pattern):
         config_from_gguf(metadata, architecture, "t", factors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "pattern"),
+    [
+        ("tokenizer.ggml.bos_token_id", "x", "STRING", "bos_token_id: expected an id, found 'x'"),
+        ("tokenizer.ggml.eos_token_id", 1.5, "FLOAT32", "eos_token_id: expected an id, found 1.5"),
+        ("tokenizer.ggml.eot_token_id", True, "BOOL", "eot_token_id: expected an id, found True"),
+        ("general.name", 7, "UINT32", "general.name: expected a text, found 7"),
+    ],
+)
+def test_gguf_values_of_another_kind(tmp_path, tensors, capsys, key, value, kind, pattern):
+    def add(writer):
+        writer.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType[kind])
+
+    writers.gguf_file(tmp_path / "t.gguf", tiny.CONFIG, tensors, add=add)
+    refused(capsys, tmp_path / "t.gguf", tmp_path / "model.bin", pattern)
 
 
 def test_gguf_tokens(tmp_path, tensors):

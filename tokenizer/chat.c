@@ -208,14 +208,14 @@ static int check_roles(const struct chat_message *message, int count, struct err
                        "the user last");
 }
 
-/* Another model's tokenizer may lack the shape's tokens: they would be read as text. */
-static int check_end(struct tokenizer *tokenizer, enum chat_shape shape, struct error *error) {
+int chat_end(struct tokenizer *tokenizer, enum chat_shape shape, int32_t *id, struct error *error) {
     const char *end = shapes[shape].end;
     struct ids ids = {0};
     int code = tokenizer_encode(tokenizer, end, strlen(end), true, &ids, error);
     if (!code && ids.count != 1)
         code = fail(error, EXIT_USAGE, "chat: the tokenizer has no %s, which the shape %s needs",
                     end, chat_shape_name(shape));
+    if (!code) *id = ids.id[0];
     free(ids.id);
     return code;
 }
@@ -267,8 +267,9 @@ int chat_encode(struct tokenizer *tokenizer, enum chat_shape shape_name, int32_t
                 struct error *error) {
     if (shape_name == CHAT_NONE)
         return fail(error, EXIT_USAGE, "chat: the model has no chat shape");
+    int32_t end;
     int code = check_roles(message, count, error);
-    if (!code) code = check_end(tokenizer, shape_name, error);
+    if (!code) code = chat_end(tokenizer, shape_name, &end, error);
     if (code) return code;
 
     const struct shape *shape = &shapes[shape_name];
