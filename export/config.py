@@ -72,11 +72,13 @@ def _sliding(settings: Settings, family: Family, turning: tuple[bool, ...]) -> l
 
 
 def _window(settings: Settings, family: Family, context: int) -> int:
-    """0: none that is shorter than the context."""
+    """0: none that is shorter than the context, or of a family that has none."""
+    if not (family.window or family.window_by_flag or family.full_every):
+        return 0
     window = settings.values.get("sliding_window", family.defaults["sliding_window"])
     if window is None or (family.window_by_flag and not settings.flag("use_sliding_window")):
         return 0
-    window = settings.integer("sliding_window", family.defaults["sliding_window"])
+    window = settings.integer("sliding_window", family.defaults["sliding_window"], most=1 << 62)
     return window if window < context else 0
 
 

@@ -105,6 +105,7 @@ class Family:
     defaults: dict
     qkv_bias: bool = False
     qk_norm: int = 0  # RMSNorm 1 of each head of q and of k, 2 of all of q and of all of k
+    window: bool = False  # sliding_window counts, in all layers
     window_by_flag: bool = False  # sliding_window counts with use_sliding_window, in some layers
     full_every: int = 0  # of so many layers the last one has no window
     local_rope: bool = False  # layers with a window have RoPE frequencies of their own
@@ -118,10 +119,10 @@ class Family:
 
 FAMILIES = {
     "LlamaForCausalLM": Family(LLAMA),
-    "MistralForCausalLM": Family(MISTRAL),
+    "MistralForCausalLM": Family(MISTRAL, window=True),
     "Qwen2ForCausalLM": Family(QWEN2, qkv_bias=True, window_by_flag=True),
     "Qwen3ForCausalLM": Family(QWEN2 | {"head_dim": 128}, qk_norm=1, window_by_flag=True),
-    "Phi3ForCausalLM": Family(PHI3, partial_rope=True, fused=True),
+    "Phi3ForCausalLM": Family(PHI3, window=True, partial_rope=True, fused=True),
     "SmolLM3ForCausalLM": Family(SMOLLM3, window_by_flag=True, rope_by_layer=True),
     "Olmo2ForCausalLM": Family(OLMO2, qk_norm=2, norms_after=True, norms_before=False),
     "GemmaForCausalLM": Family(GEMMA, gemma=True),

@@ -167,4 +167,6 @@ def config_from_gguf(
     if "query_pre_attn_scalar" in kind.family.defaults:
         content["query_pre_attn_scalar"] = width / heads if layers == kind.root_layers else head_dim
     content |= _windows(settings, kind)
+    if kind.interleaved and content.get("sliding_window"):  # llama.cpp has no architecture for it
+        content["architectures"] = ["MistralForCausalLM"]
     return config_from_hf(content, {}, name, "GGUF metadata")

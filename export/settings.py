@@ -13,13 +13,13 @@ class Settings:
         found = repr(self.values.get(key))[:100]
         return ExportError(f"{self.where}: {key}: expected {expected}, found {found}")
 
-    def integer(self, key: str, default: int | None) -> int:
-        """Up to what no size of a model comes near, so that what is built of it fits in memory."""
+    def integer(self, key: str, default: int | None, most: int = 1 << 24) -> int:
+        """most: what no size of a model comes near, so that what is built of it fits in memory."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "a whole number above 0")
-        if value > 1 << 24:
-            raise self.wrong(key, "a number up to 2^24")
+        if value > most:
+            raise self.wrong(key, f"a number up to {most}")
         return value
 
     def number(self, key: str, default: float | None) -> float:

@@ -68,7 +68,7 @@ SHARD = "model-00001-of-00002.safetensors"
         ({"rope_parameters": [1]}, "one set of RoPE param"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: expected a number, found None"),
         ({"num_hidden_layers": 1 << 24}, "layers 16777216 is not in 1 to 1024"),
-        ({"num_hidden_layers": 1 << 31}, "a number up to 2.24, found 2147483648"),
+        ({"num_hidden_layers": 1 << 31}, "a number up to 16777216, found 2147483648"),
         ({"rope_parameters": {"rope_theta": 0.5}}, "theta 0.5 is not in 1 to 1e9"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         (

@@ -97,6 +97,8 @@ def test_layers_of_other_kinds(tmp_path):
     assert layers("qwen2_window", sliding_window=512) == [(0, 0)] * 3
     assert layers("qwen2_window", max_window_layers=0) == [(45, 0)] * 3
     assert layers("mistral", sliding_window=None) == [(0, 0)] * 3
+    for family in ("llama", "olmo2", "gemma"):  # whose attention does not look at it
+        assert layers(family, sliding_window=33) == [(0, 0)] * 3
     missing = tiny.FAMILIES["mistral"] | {"max_position_embeddings": 32768}
     del missing["sliding_window"]
     writers.hf_folder(tmp_path / "m", missing, tiny.tensors(missing))
