@@ -10,8 +10,8 @@
  * Tile      a warpgroup owns 64 queries: 64 / (H/G) rows of all H/G heads of a group, row by row,
  *           which one box of the copy engine brings. So they all end at nearly the same position:
  *           only a tile's last blocks, and with a window its first ones, need a mask, and of the last
- *           one the right half is skipped where no row sees it. Three warpgroups share each block of K and V; two where tiles are
- *           few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
+ *           one the right half is skipped where no row sees it. Three warpgroups share each block of K
+ *           and V; two where tiles are few. Where H/G does not divide 64, queries idle (7: 63 of 64 work).
  * Warps     consumers   S = Q K^T from shared memory, softmax in registers, P = bf16(S) takes over
  *                       S's registers and is an operand of O += P V. Nothing overlaps within a
  *                       warpgroup: the three hide each other. That is why three fit: 64 sums of S

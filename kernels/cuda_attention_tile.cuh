@@ -222,8 +222,9 @@ static __device__ __forceinline__ void add_values(float found[SETS][S::D / 16][4
 }
 
 /* add_values for tiles that hold rows of this step, which earlier rows must not see, or positions that later
- * rows see no more: a weight of zero does not silence a NaN. So what is not finite is left out, and makes NaN of the sums of those who see
- * it: they count it, as a product with ones. Query l/4 sees positions hidden to valid - 1 of the tile. */
+ * rows see no more: a weight of zero does not silence a NaN. So what is not finite is left out, and makes
+ * NaN of the sums of those who see it: they count it, as a product with ones. Query l/4 sees positions
+ * hidden to valid - 1 of the tile. */
 template <class S, int SETS>
 static __device__ __forceinline__ void add_new_values(float found[SETS][S::D / 16][4],
                                                       const float weights[S::columns][SETS][2],

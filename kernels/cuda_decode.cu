@@ -164,9 +164,9 @@ __global__ void __maxnreg__((registers<F, AFTER>()))
 
 /* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a
  * multiprocessor together (227 KB), so that one fills its ring while the other drains; qkv,
- * attention over a short cache (37 KB, and 5 more where it finishes heads) and the product after it all three. But no multiprocessor
- * may have room for two blocks of a kernel when the first ones are placed: others would get none,
- * and the next kernels inherit that. So the kernel after attention, which leaves multiprocessors
+ * attention over a short cache (37 KB, and 5 more where it finishes heads) and the product after it all
+ * three. But no multiprocessor may have room for two blocks of a kernel when the first ones are placed:
+ * others would get none, and the next kernels inherit that. So the kernel after attention, which leaves multiprocessors
  * empty, takes more than half (without that the 8B shape loses a quarter of its speed), and down
  * leaves room for one block of qkv, not for two. */
 enum {

@@ -17,8 +17,8 @@ void cuda_general_path(struct engine *e, bool on);
 enum { CUDA_FEW = -1 };
 int cuda_tiles(void);
 void cuda_one_tile(struct engine *e, int tile);
-/* Between two operators: does what is left for the next one, so that REGION_X is x, REGION_Q q, and the cache has
- * the keys. And whether q and k are left. */
+/* Between two operators: does what is left for the next one, so that REGION_X is x, REGION_Q q, and the
+ * cache has the keys. And whether q and k are left. */
 void cuda_settle(struct engine *e);
 bool cuda_unfinished(const struct engine *e);
 /* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,

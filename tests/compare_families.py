@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import gpt2_writers  # noqa: E402
 import reader  # noqa: E402
 import writers  # noqa: E402
-from engine import GPU, answer, logits  # noqa: E402
+from engine import GPU, export, greedy_ids, logits  # noqa: E402
 from golden import gpt2, tiny  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -47,28 +47,19 @@ def sources(folder: Path):
     yield "gpt2", "gpt2", "GGUF", gpt2_writers.gguf_file(folder / "gpt2.gguf", weights)
 
 
-def export(source: Path, target: Path, dtype: str) -> Path:
-    command = [sys.executable, "-m", "export", source, "-o", target, "--dtype", dtype]
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
-    return target
-
-
 def same_ids(model: Path, golden, *device: str) -> str:
-    prompt, text = golden["prompt"], golden["text"]
-    options = ["-n", len(text), "-t", 0, "--ignore-eos", "-c", len(prompt) + len(text)]
-    ours = answer(model, "--ids", " ".join(map(str, prompt)), *options, *device).split()
-    return f"{sum(int(a) == b for a, b in zip(ours, text, strict=True))} of {len(text)}"
+    text = golden["text"]
+    ours = greedy_ids(model, golden["prompt"], len(text), *device)
+    return f"{sum(a == b for a, b in zip(ours, text, strict=True))} of {len(text)}"
 
 
 def same_from_gguf(family: str, folder: Path) -> bool:
     """Whether a config that a GGUF can say gives the same layers and tensors from both sources."""
-    config = tiny.FAMILIES[family] | {"no_rope_layers": None, "layer_types": None}
-    if "query_pre_attn_scalar" in config:
-        config["query_pre_attn_scalar"] = config["head_dim"]
+    config = writers.as_gguf_says(tiny.FAMILIES[family])
     tensors = tiny.tensors(config)
     writers.gguf_file(folder / "implied.gguf", config, tensors)
     one, other = (
-        reader.read(export(source, folder / f"{i}.bin", "f32"))
+        reader.read(export(source, folder / f"{i}.bin", "--dtype", "f32"))
         for i, source in enumerate(
             (writers.hf_folder(folder / "implied", config, tensors), folder / "implied.gguf")
         )
@@ -95,7 +86,7 @@ def main() -> None:
         folder = Path(name)
         for family, data, kind, source in sources(folder):
             golden = np.load(GOLDEN / f"tiny_{data}.npz")
-            model = export(source, folder / "model.bin", "f32")
+            model = export(source, folder / "model.bin", "--dtype", "f32")
             ids, expected = golden["ids"], golden["logits"]
             ours = logits(model, ids, tiny.VOCAB, folder)
             step = 1 if expected.shape[1] == tiny.VOCAB else 5
@@ -103,7 +94,7 @@ def main() -> None:
             cells = [family, kind, f"{extent:.3g}", f"{error:.2g}", f"{error / extent:.1e}"]
             cells.append(same_ids(model, golden))
             for dtype in ("f32", "bf16") if gpu else ():
-                file = export(source, folder / f"{dtype}.bin", dtype)
+                file = export(source, folder / f"{dtype}.bin", "--dtype", dtype)
                 cpu = logits(file, ids, tiny.VOCAB, folder)
                 there = logits(file, ids, tiny.VOCAB, folder, *GPU)
                 cells.append(f"{np.abs(there - cpu).max() / extent:.1e}")

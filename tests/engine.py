@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -60,13 +61,25 @@ def logits(path, ids, vocab, folder, *arguments):
     return np.fromfile(target, dtype="<f4").reshape(len(ids), vocab)
 
 
+def export(source, target, *options):
+    """The model.bin that the exporter makes, as a process of its own."""
+    command = [sys.executable, "-m", "export", source, "-o", target, *options]
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def greedy_ids(path, prompt, count, *arguments):
+    """The ids that follow a prompt, stops among them, in a context that they fill."""
+    options = ["-n", count, "-t", 0, "--ignore-eos", "-c", len(prompt) + count]
+    ids = answer(path, "--ids", " ".join(map(str, prompt)), *options, *arguments).split()
+    return list(map(int, ids))
+
+
 def check_texts(path, golden, *arguments):
     """The greedy ids after each golden prompt are those of transformers."""
     for kind in ("", "long_") if "long_text" in golden else ("",):
         prompt, text = golden[f"{kind}prompt"], golden[f"{kind}text"]
-        options = ["-n", len(text), "-t", 0, "--ignore-eos", "-c", len(prompt) + len(text)]
-        ours = answer(path, "--ids", " ".join(map(str, prompt)), *options, *arguments).split()
-        assert [int(i) for i in ours] == text.tolist(), kind
+        assert greedy_ids(path, prompt, len(text), *arguments) == text.tolist(), kind
 
 
 def need_gpu(path):

@@ -13,12 +13,9 @@ enum { MOST_MESSAGES = 32 };
 
 static struct tokenizer *open_tiny(bool dummy_prefix) {
     struct section_bytes model, section;
-    struct tokenizer *tokenizer = NULL;
-    struct error error;
     tiny_sp_model(&model, dummy_prefix);
     sp_section(&section, model.data, model.count);
-    if (tokenizer_open(&tokenizer, section.data, section.count, TINY_VOCAB, &error)) abort();
-    return tokenizer;
+    return open_section(&section);
 }
 
 /* The messages of the input, their number odd but for a system message in front. */

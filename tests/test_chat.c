@@ -12,14 +12,6 @@
 
 enum { ENDS = -1 }; /* a list of ids */
 
-static struct tokenizer *open_section(const struct section_bytes *section) {
-    struct tokenizer *tokenizer = NULL;
-    struct error error = {0};
-    int code = tokenizer_open(&tokenizer, section->data, section->count, TINY_VOCAB, &error);
-    if (code) fail_msg("not opened: %s", error.text);
-    return tokenizer;
-}
-
 static struct tokenizer *open_bpe(void) {
     struct section_bytes section;
     tiny_bpe(&section, 1, 0);

@@ -69,11 +69,8 @@ def test_gemma_as_older_configs_say_it(tmp_path):
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES.keys() - {"llama", "qwen2_window"}))
 def test_other_families_in_gguf(tmp_path, family):
-    """In llama.cpp's layout. A GGUF says nothing of the scale of scores nor of the layers that have
-    a window, or no RoPE: it is the size of the heads, and the order that the architecture has."""
-    config = tiny.FAMILIES[family] | {"no_rope_layers": None, "layer_types": None}
-    if "query_pre_attn_scalar" in config:
-        config["query_pre_attn_scalar"] = config["head_dim"]
+    """In llama.cpp's layout."""
+    config = writers.as_gguf_says(tiny.FAMILIES[family])
     writers.hf_folder(tmp_path / "tiny", config, tiny.tensors(config))
     file = export(tmp_path / "tiny", tmp_path / "model.bin", "--dtype", "f32")
     writers.gguf_file(tmp_path / "tiny.gguf", config, tiny.tensors(config))

@@ -1,14 +1,11 @@
 """GPT-2 through export and ./run, from each of its sources: the logits and the text of transformers
 come out, and positions end where the learned ones do."""
 
-import subprocess
-import sys
-
 import gpt2_writers
 import numpy as np
 import pytest
 import writers
-from engine import ROOT, answer, check_texts, logits, refusal
+from engine import ROOT, answer, check_texts, export, logits, refusal
 from golden import gpt2, tiny
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -28,12 +25,6 @@ def from_llmc(folder, weights):
 
 def from_gguf(folder, weights):
     return gpt2_writers.gguf_file(folder / "tiny.gguf", weights), "gpt2"
-
-
-def export(source, target, *options):
-    command = [sys.executable, "-m", "export", source, "-o", target, *options]
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,17 @@
 of transformers and the text of llama2.c come out."""
 
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import writers
 import xxhash
-from engine import ROOT, answer, check_texts, logits, refusal
+from engine import ROOT, answer, check_texts, export, logits, refusal
 from golden import tiny
 from tokenizer_data import DATA, need
 
 GOLDEN = ROOT / "tests" / "golden"
 STORIES, TOK512 = DATA / "llama2c" / "stories260K.bin", DATA / "llama2c" / "tok512.bin"
-
-
-def export(source, target, *options):
-    command = [sys.executable, "-m", "export", source, "-o", target, *options]
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
-    return target
 
 
 def largest_difference(model, folder):

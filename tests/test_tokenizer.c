@@ -24,14 +24,6 @@ static void *exact_copy(const void *data, size_t bytes) {
     return copy;
 }
 
-static struct tokenizer *open_section(const struct section_bytes *section) {
-    struct tokenizer *tokenizer = NULL;
-    struct error error = {0};
-    int code = tokenizer_open(&tokenizer, section->data, section->count, TINY_VOCAB, &error);
-    if (code) fail_msg("not opened: %s", error.text);
-    return tokenizer;
-}
-
 static struct tokenizer *open_bpe(uint32_t pattern, uint32_t flags) {
     struct section_bytes section;
     tiny_bpe(&section, pattern, flags);

@@ -2,8 +2,11 @@
 #ifndef TESTS_TOKENIZER_SECTION_H
 #define TESTS_TOKENIZER_SECTION_H
 
+#include "tokenizer/tokenizer.h"
+
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 struct section_bytes {
@@ -154,6 +157,16 @@ static inline void sp_section(struct section_bytes *out, const void *model, size
     put_added_texts(out);
     put(out, model, bytes);
     put(out, TINY_SYSTEM, sizeof TINY_SYSTEM - 1);
+}
+
+/* Of a section that is right, with the ids above. */
+static inline struct tokenizer *open_section(const struct section_bytes *section) {
+    struct tokenizer *tokenizer = NULL;
+    struct error error = {0};
+    if (!tokenizer_open(&tokenizer, section->data, section->count, TINY_VOCAB, &error))
+        return tokenizer;
+    fprintf(stderr, "not opened: %s\n", error.text);
+    abort();
 }
 
 #endif

@@ -147,6 +147,14 @@ def add_rope(writer: gguf.GGUFWriter, config: dict) -> None:
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
+def as_gguf_says(config: dict) -> dict:
+    """A GGUF says nothing of the scale of scores nor of the layers that have a window, or no RoPE:
+    it is the size of the heads, and the order that the architecture has."""
+    scale = "query_pre_attn_scalar"
+    implied = {scale: config["head_dim"]} if scale in config else {}
+    return config | {"no_rope_layers": None, "layer_types": None} | implied
+
+
 def gguf_writer(path: Path, config: dict) -> gguf.GGUFWriter:
     kind = config["model_type"]
     writer = gguf.GGUFWriter(path, ARCHITECTURE_OF.get(kind, kind))
