@@ -137,9 +137,10 @@ static void cuda_qkv(struct engine *e, int layer, struct rows rows) {
     const int N = (c->heads + 2 * c->kv_heads) * c->head_dim;
     struct product p =
         product_of_norm(e, {w->norm_attention, w->norm_attention_bias}, 0, w->qkv, rows.count, N);
-    p.epilogue = EPILOGUE_QKV;
+    p.epilogue = c->qk_norm == QK_NORM_HEAD ? EPILOGUE_HEADS : EPILOGUE_QKV;
     p.heads = cuda_heads(e, layer);
-    if (c->qk_norm == QK_NORM_NONE && has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
+    p.eps = c->norm_eps;
+    if (c->qk_norm != QK_NORM_FULL && has_wgmma(e) && cuda_matmul_hopper_takes(&p)) {
         cuda_matmul_hopper(backend_of(e), &p);
         return;
     }

@@ -151,7 +151,8 @@ enum epilogue {
     EPILOGUE_STORE,    /* y[T, N] = s */
     EPILOGUE_ADD,      /* y[T, N] += s */
     EPILOGUE_ACTIVATE, /* h[T, N/2] = act(s of row n) s of row N/2 + n: gate and up, F = N/2 */
-    EPILOGUE_QKV       /* q, and k and v into the cache, of heads; cuda_matmul_hopper alone */
+    EPILOGUE_QKV,      /* q, and k and v into the cache, of heads; cuda_matmul_hopper alone */
+    EPILOGUE_HEADS     /* the same with norms of q's and k's heads, of many rows */
 };
 
 /* Where q, k and v of a layer go, their bias, and how they turn (RoPE, arXiv 2104.09864). */
@@ -160,6 +161,7 @@ struct heads {
     void *keys, *values;              /* m [slots, G, R, D] of this layer */
     const int32_t *slots, *positions; /* [T]; position s lies at s mod R */
     const float *bias;                /* f32 [(H + 2G) D]; NULL: none */
+    const float *norm_q, *norm_k;     /* f32 [D], with HEADS */
     /* cuda_decode.cu alone, f32 [(H + 2G) D]: takes q and k as they are before norm and RoPE (and v), for
      * attention to finish; NULL: not. */
     float *raw;
@@ -192,7 +194,7 @@ struct product {
     void *next;
     float *next_squares;
     int squares_stride; /* of both */
-    struct heads heads; /* with QKV; N = (H + 2G) D */
+    struct heads heads; /* with QKV and HEADS; N = (H + 2G) D */
 };
 
 /* Many rows: cuda_matmul.cu (bf16, mma.sync) and cuda_matmul_f32.cu. */

@@ -97,6 +97,8 @@ struct heads cuda_heads(const struct engine *e, int layer) {
     h.slots = cuda_row_numbers(e, 1);
     h.positions = cuda_row_numbers(e, 2);
     h.bias = e->layer[layer].qkv_bias;
+    h.norm_q = e->layer[layer].norm_q;
+    h.norm_k = e->layer[layer].norm_k;
     h.rope = cuda_turns(e, layer);
     h.H = c->heads;
     h.G = c->kv_heads;

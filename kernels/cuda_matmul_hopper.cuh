@@ -25,6 +25,9 @@ enum {
     BOTH = 3, /* blocks of a cluster, a bit each */
     /* QKV: neighbouring dimensions of a head in a tile, and as many that turn with them. */
     SPAN = 16,
+    /* HEADS: dims of a head, which is a tile. Two heads of 128 a tile, or one of 256, have an ending too long
+     * for a tile that both warpgroups end together. */
+    NORMED_HEAD = 128,
     /* Rows of tiles that meet one column of tiles before the next one: 132 tiles that run together
      * then read about as many rows as rows of W, and L2 has both. */
     GROUP_ROWS = 16
@@ -381,6 +384,60 @@ __device__ __forceinline__ void heads_rows(const product &p, const float (&sums)
             const uint2 lows = four_of_pairs(low[0], low[1]);
             const uint2 highs = four_of_pairs(high[0], high[1]);
             if (row < p.T) *(uint2 *)(to + four) = lows, *(uint2 *)(to + four + h.half) = highs;
+        }
+    }
+}
+
+/* HEADS: the tile's columns are one head, of which four lanes have a row, each lane both dims of a pair that
+ * turns. q and k: RMSNorm, then RoPE. */
+template <class S>
+__device__ __forceinline__ void normed_head_rows(const product &p,
+                                                 const float (&sums)[S::TILE_N / 2],
+                                                 const float (&factor)[2], int t,
+                                                 const tile &tile) {
+    constexpr int D = S::TILE_N, HALF = D / 2;
+    const heads &h = p.heads;
+    const int head = tile.unit / D, column = (int)threadIdx.x % 4 * 2;
+    const bool query = head < h.H, value = head >= h.H + h.G, still = value || !h.rope;
+    const float *norm = (query ? h.norm_q : h.norm_k) + column;
+    if (tile.unit >= p.N) return; /* the last of an odd number of columns */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = t + 8 * half, known = min(row, p.T - 1);
+        const float *turns = h.rope + (size_t)known * D + column, *sum = sums + 2 * half;
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 4) squares += sum[i] * sum[i] + sum[i + 1] * sum[i + 1];
+        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+        const float f = factor[half];
+        const float scale = value ? f : f * rsqrtf(f * f * squares / (float)D + p.eps);
+        const int g = head - h.H - (value ? h.G : 0); /* of what is no query */
+        const size_t place = ((size_t)__ldcg(h.slots + known) * h.G + g) * h.R +
+                             (size_t)place_in_ring(__ldcg(h.positions + known), h.R);
+        bf16 *const to = (query ? (bf16 *)h.q + ((size_t)row * h.H + head) * D
+                                : (bf16 *)(value ? h.values : h.keys) + place * D) +
+                         column_of_four();
+#pragma unroll
+        for (int first = 0; first < HALF; first += 16) { /* dims */
+            uint32_t low[2], high[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int dim = first + 8 * k;
+                const float *x = sum + dim / 2, *y = x + HALF / 2;
+                const float2 one = {1, 1}, none = {0, 0};
+                const float2 v = value ? one : *(const float2 *)(norm + dim);
+                const float2 w = value ? one : *(const float2 *)(norm + dim + HALF);
+                const float2 c = still ? one : __ldcg((const float2 *)(turns + dim));
+                const float2 s = still ? none : __ldcg((const float2 *)(turns + dim + HALF));
+                const float2 a = {scale * x[0] * v.x, scale * x[1] * v.y};
+                const float2 b = {scale * y[0] * w.x, scale * y[1] * w.y};
+                low[k] = pack_halves(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
+                high[k] = pack_halves(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
+            }
+            const uint2 lows = four_of_pairs(low[0], low[1]);
+            const uint2 highs = four_of_pairs(high[0], high[1]);
+            if (row < p.T) *(uint2 *)(to + first) = lows, *(uint2 *)(to + first + HALF) = highs;
         }
     }
 }

@@ -57,6 +57,7 @@ static inline void check_shape(struct shape shape, enum dtype dtype, int T, int 
 struct prompt {
     struct shape shape;
     int T, position, window;
+    bool qk_norm;
 };
 
 /* bf16, in slot 1 of two. tile: 0, or which one of cuda_tiles() all products of many rows take on the
@@ -66,6 +67,7 @@ static inline void check_prompt(struct prompt p, int classified, size_t every, e
     struct gpu g;
     struct config c = random_config(p.shape, BF16);
     c.layer[0].window = p.window;
+    if (p.qk_norm) c.qk_norm = QK_NORM_HEAD;
     gpu_open(&g, c,
              (struct limits){p.position + p.T + p.T % 5, p.T + p.T % 3, 2, classified, 1, true});
     struct step s = step_of(&g, (struct rows){p.T, classified}, every);

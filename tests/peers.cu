@@ -89,7 +89,8 @@ extern "C" int peers_product(cudaStream_t stream, int epilogue, int T, int N, in
     p.squares_stride = cuda_squares_stride(T);
     __nv_bfloat16 *const keys = (__nv_bfloat16 *)out + (size_t)T * H * D;
     __nv_bfloat16 *const values = keys + (size_t)G * T * D;
-    p.heads = {out, keys, values, slots, positions, NULL, NULL, rope, H, G, D, T, D / 2};
+    p.heads = {out,  keys, values, slots, positions, NULL, NULL, NULL,
+               NULL, rope, H,      G,     D,         T,    D / 2};
     if (backend.general ? p.epilogue == EPILOGUE_QKV || p.gamma : !cuda_matmul_hopper_takes(&p))
         return failed("product", "not of this shape");
     backend.stream = stream;

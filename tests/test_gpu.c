@@ -143,15 +143,17 @@ static void one_row_over_caches_of_any_length(void) {
  * logits (V). Ragged in all dimensions. Those that cut K take `tall`, and go through their ring more than
  * once; the others take `large`, which gives both warpgroups of a multiprocessor several tiles each. */
 static void prompts_on_every_tile(void) {
-    static const struct prompt small = {{440, 1, 6, 2, 96, 216, 433}, 77, 3, 0},
-                               middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65, 0},
-                               tall = {{1928, 1, 9, 3, 64, 2104, 2883}, 129, 5, 0},
-                               large = {{1928, 1, 27, 9, 64, 2104, 2883}, 2100, 0, 0};
+    static const struct prompt small = {{440, 1, 6, 2, 96, 216, 433}, 77, 3, 0, false},
+                               middle = {{776, 1, 5, 1, 128, 408, 1333}, 333, 65, 0, false},
+                               normed = {{776, 1, 9, 3, 128, 24, 33}, 1333, 65, 0, true},
+                               tall = {{1928, 1, 9, 3, 64, 2104, 2883}, 129, 5, 0, false},
+                               large = {{1928, 1, 27, 9, 64, 2104, 2883}, 2100, 0, 0, false};
     for (int tile = 1; tile <= cuda_tiles(); tile++) {
         check_prompt(small, 70, 1, OWN, tile);
         check_prompt(small, 70, 1, CHAINED, tile);
         if (quick && tile % 3 != 1) continue; /* of each kind one */
         check_prompt(middle, 130, 7, CHAINED, tile);
+        check_prompt(normed, 1, 7, CHAINED, tile);
         check_prompt(tall, 70, 9, CHAINED, tile);
         check_prompt(large, 2099, quick ? 67 : 29, CHAINED, tile);
     }
@@ -159,10 +161,10 @@ static void prompts_on_every_tile(void) {
 
 /* Prompts as the engine chooses; heads of 80 turn in a kernel of their own. */
 static void prompts_of_any_width(void) {
-    static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65, 0},
-                                            {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3, 0},
-                                            {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1, 0},
-                                            {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0, 0}};
+    static const struct prompt prompts[] = {{{584, 1, 3, 1, 80, 312, 669}, 331, 65, 0, false},
+                                            {{1144, 1, 2, 2, 128, 520, 1333}, 649, 3, 0, false},
+                                            {{2312, 1, 3, 1, 96, 1208, 2459}, 1085, 1, 0, false},
+                                            {{2488, 1, 29, 1, 80, 1240, 2491}, 1087, 0, 0, false}};
     for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i += quick ? 3 : 1)
         for (int path = OWN; path <= CHAINED; path += CHAINED - OWN)
             check_prompt(prompts[i], 7, 11, (enum path)path, 0);
@@ -171,9 +173,9 @@ static void prompts_of_any_width(void) {
 /* Each tile of cuda_matmul.cu, as 132 multiprocessors choose it: heads and logits of the first prompt take
  * `paired`, its gate and up `wide`; of the second `narrow` and, x += `square`; of the third `widest`. */
 static void prompts_on_every_general_tile(void) {
-    static const struct prompt prompts[] = {{{1928, 1, 27, 9, 64, 2104, 2883}, 2099, 0, 0},
-                                            {{1928, 1, 27, 9, 64, 2104, 2883}, 700, 3, 0},
-                                            {{72, 1, 2, 1, 64, 2040, 4077}, 1001, 1, 0}};
+    static const struct prompt prompts[] = {{{1928, 1, 27, 9, 64, 2104, 2883}, 2099, 0, 0, false},
+                                            {{1928, 1, 27, 9, 64, 2104, 2883}, 700, 3, 0, false},
+                                            {{72, 1, 2, 1, 64, 2040, 4077}, 1001, 1, 0, false}};
     for (int i = 0; i < (int)(sizeof prompts / sizeof *prompts); i++)
         check_prompt(prompts[i], prompts[i].T, quick ? 67 : 29, GENERAL, 0);
 }
@@ -188,18 +190,18 @@ static void prompts_of_every_head(void) {
             const int G = 1 + (d + r) % 3, T = lengths[(d + r) % 5],
                       start = starts[(d + 2 * r) % 5];
             const struct shape shape = {24, 1, ratios[r] * G, G, sizes[d], 16, 9};
-            check_prompt((struct prompt){shape, T, start, 0}, 1, 1, OWN, 0);
+            check_prompt((struct prompt){shape, T, start, 0, r % 2}, 1, 1, OWN, 0);
         }
     static const struct prompt large[] = {
         /* two consumers */
-        {{24, 1, 42, 6, 128, 16, 9}, 560, 0, 0},
-        {{24, 1, 39, 13, 256, 16, 9}, 430, 100, 0},
+        {{24, 1, 42, 6, 128, 16, 9}, 560, 0, 0, false},
+        {{24, 1, 39, 13, 256, 16, 9}, 430, 100, 0, false},
         /* three */
-        {{24, 1, 90, 90, 64, 16, 9}, 390, 5, 0},
-        {{24, 1, 96, 12, 64, 16, 9}, 550, 0, 0},
-        {{24, 1, 98, 14, 80, 16, 9}, 545, 40, 0},
-        {{24, 1, 90, 30, 96, 16, 9}, 550, 0, 0},
-        {{24, 1, 136, 34, 128, 16, 9}, 385, 150, 0},
+        {{24, 1, 90, 90, 64, 16, 9}, 390, 5, 0, false},
+        {{24, 1, 96, 12, 64, 16, 9}, 550, 0, 0, false},
+        {{24, 1, 98, 14, 80, 16, 9}, 545, 40, 0, false},
+        {{24, 1, 90, 30, 96, 16, 9}, 550, 0, 0, false},
+        {{24, 1, 136, 34, 128, 16, 9}, 385, 150, 0, false},
     };
     for (size_t i = 0; i < sizeof large / sizeof *large; i += quick ? 4 : 1)
         check_prompt(large[i], 1, 1, OWN, 0);
@@ -215,7 +217,8 @@ static void prompts_behind_windows(void) {
         for (int w = 0; w < 7; w += quick ? 5 : 1, n++)
             for (int general = 0; general < 2; general++) {
                 const struct shape shape = {24, 1, (1 + n % 7) * 2, 2, sizes[d], 16, 9};
-                const struct prompt p = {shape, 65 + 59 * (n % 5), starts[(n + d) % 5], windows[w]};
+                const struct prompt p = {shape, 65 + 59 * (n % 5), starts[(n + d) % 5], windows[w],
+                                         n % 2};
                 check_prompt(p, 1, 1, general ? GENERAL : OWN, 0);
             }
 }
