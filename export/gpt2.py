@@ -196,6 +196,7 @@ def _bare(found: dict[str, Part]) -> dict[str, Part]:
 
 def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) -> Model:
     own, name = is_nanogpt(content), folder.resolve().name
+    tied = own or Settings(content, "config.json").flag("tie_word_embeddings", True)
     with malformed(f"{folder / 'config.json'}"):
         if own:
             config = _config_from_nanogpt(content, name)
@@ -209,7 +210,7 @@ def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) 
                 bare[short] = transposed(part)
     split_qkv(bare, config, "h.{}.attn.c_attn", source_name)
     parts = collect(bare, config, source_name, IGNORED)
-    if "classifier" in parts and (own or content.get("tie_word_embeddings", True)):
+    if tied and "classifier" in parts:
         check_tied(
             parts,
             "the classifier is tied" if own else "config.json says or implies tie_word_embeddings",

@@ -13,6 +13,7 @@ from export.errors import ExportError, malformed
 from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
 from export.model import Model, Part, check_tied, collect, split_fused
+from export.settings import Settings
 from export.tokenizer import tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -165,8 +166,11 @@ def load(folder: Path) -> Model:
         family = family_of(content)
         content = text_config(content)
         config = config_from_hf(content, generation, name=folder.resolve().name)
+        kind = FAMILIES[family_of(content)]
+        implied = kind.defaults["tie_word_embeddings"]
+        tied = Settings(content, "config.json").flag("tie_word_embeddings", implied)
     config.check()
-    kind, found = FAMILIES[family_of(content)], _all_tensors(folder)
+    found = _all_tensors(folder)
     if family in TEXT_OF:
         found, left = _text_tensors(found)
         family = f"{family}, the text part" + (f" (left out: {left})" if left else "")
@@ -176,7 +180,6 @@ def load(folder: Path) -> Model:
     parts = collect(found, config, lambda name: source_name(name, names), IGNORED)
     if kind.gemma:
         _add_one(parts)
-    tied = content.get("tie_word_embeddings", kind.defaults["tie_word_embeddings"])
     if tied and "classifier" in parts:
         check_tied(parts, "config.json says or implies tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)

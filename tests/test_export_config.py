@@ -1,6 +1,7 @@
 """What a config.json leaves to the class of transformers, says in its own way, or says wrongly."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,20 @@ def test_tied_by_the_class(tmp_path, out, capsys, family):
     refused(capsys, tmp_path / "other", out, "tie_word_embeddings, but lm_head.weight differs")
     writers.hf_folder(tmp_path / "own", config | {"tie_word_embeddings": False}, other)
     assert export(tmp_path / "own", tmp_path / "own.bin").config["tied"] == 0
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, 3, 1.5, [], {}])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [(family, "tie_word_embeddings") for family in ("llama", "gemma3", "phi4", "smollm3")]
+    + [("llama", "attention_bias"), ("llama", "mlp_bias"), ("qwen2_window", "use_sliding_window")],
+)
+def test_flag_that_is_none(tmp_path, out, capsys, family, key, value):
+    """Refused also where the tensors leave no doubt."""
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(tmp_path / "t", config | {key: value}, tiny.tensors(config))
+    pattern = f"config.json: {key}: expected true or false, found {re.escape(repr(value))}"
+    refused(capsys, tmp_path / "t", out, pattern)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

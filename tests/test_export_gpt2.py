@@ -125,6 +125,8 @@ def test_configs_of_other_shapes(tmp_path, weights):
         ({"eos_token_id": 331}, "eos id 331 is not in 0 to 330"),
         ({"bos_token_id": "x"}, "bos_token_id: expected a token id"),
         ({"scale_attn_weights": 3}, "scale_attn_weights: expected true or false"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false, found 'no'"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings: expected true or false, found 0"),
     ],
 )
 def test_hugging_face_configs_that_do_not_fit(tmp_path, out, capsys, weights, changes, pattern):
