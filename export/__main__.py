@@ -105,6 +105,10 @@ def describe(model: Model, dtype: str) -> str:
         f"  vocabulary {config.vocab}{tied}, context {config.context}, matrices as {dtype}",
         "  positions: learned" if config.learned_positions else f"  RoPE: {config.rope}",
     ]
+    if model.tied and model.called_untied:
+        lines.append(
+            "  tied, as there is no lm_head.weight: the config says or implies that it is not"
+        )
     sliding = [window for window in config.windows if window]
     if sliding:
         lines.append(f"  window: {sliding[0]} positions in {len(sliding)} layers")

@@ -219,4 +219,5 @@ def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) 
     if own:
         set_end_of_text(config, tokenizer)
     chat.set_shape(config, folder, tokenizer)
-    return Model("nanoGPT" if own else f"Hugging Face, {ARCHITECTURE}", config, tokenizer, parts)
+    kind = "nanoGPT" if own else f"Hugging Face, {ARCHITECTURE}"
+    return Model(kind, config, tokenizer, parts, called_untied=not tied)

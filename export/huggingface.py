@@ -184,4 +184,4 @@ def load(folder: Path) -> Model:
         check_tied(parts, "config.json says or implies tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
     chat.set_shape(config, folder, tokenizer)
-    return Model(f"Hugging Face, {family}", config, tokenizer, parts)
+    return Model(f"Hugging Face, {family}", config, tokenizer, parts, called_untied=not tied)

@@ -140,6 +140,7 @@ class Model:
     config: Config
     tokenizer: Tokenizer | None
     parts: dict[str, Part]  # by the names of part_shapes
+    called_untied: bool = False  # by its config; the tensors decide
 
     @property
     def tied(self) -> bool:

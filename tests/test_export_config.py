@@ -4,11 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import gpt2_writers
 import numpy as np
 import pytest
 import writers
 from exporting import differs, export, refused, same_tensors
-from golden import tiny
+from golden import gpt2, tiny
 
 from export.config import config_from_hf, text_config
 from export.families import FAMILIES
@@ -87,6 +88,21 @@ def test_tied_by_the_class(tmp_path, out, capsys, family):
     refused(capsys, tmp_path / "other", out, "tie_word_embeddings, but lm_head.weight differs")
     writers.hf_folder(tmp_path / "own", config | {"tie_word_embeddings": False}, other)
     assert export(tmp_path / "own", tmp_path / "own.bin").config["tied"] == 0
+
+
+@pytest.mark.parametrize("told", [False, None, "missing"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3", "gpt2"])
+def test_untied_without_a_classifier(tmp_path, capsys, family, told):
+    """The tensors decide, and the export says so; a missing key is the class's word."""
+    config = gpt2.CONFIG if family == "gpt2" else tiny.FAMILIES[family]
+    tensors = gpt2_writers.weights() if family == "gpt2" else tiny.tensors(config)
+    tensors.pop("lm_head.weight", None)
+    config = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    config |= {} if told == "missing" else {"tie_word_embeddings": told}
+    writers.hf_folder(tmp_path / "t", config, tensors)
+    assert export(tmp_path / "t", tmp_path / "t.bin").config["tied"] == 1
+    said = "no lm_head.weight: the config says or implies" in capsys.readouterr().out
+    assert said == (told != "missing" or family in ("llama", "phi3"))
 
 
 @pytest.mark.parametrize("value", ["no", "", 0, 3, 1.5, [], {}])
