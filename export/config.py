@@ -155,7 +155,7 @@ def config_from_hf(
     _check_activation(settings, family)
     _refuse_unsupported(settings)
     ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, where)
-    rope = rope_from_hf(settings, family, head_dim, context)
+    rope = rope_from_hf(settings, family, head_dim, context, sliding)
     bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
     return Config(
         name=name,

@@ -182,23 +182,41 @@ def _together(sets: list[Rope]) -> Rope:
     )
 
 
-def rope_from_hf(settings: Settings, family: Family, head_dim: int, context: int) -> Rope:
-    """Reads rope_parameters (transformers 5; of each kind of layer, where these differ) or
-    rope_theta and rope_scaling (before). Tables: all layers', or first those of layers without a
-    window."""
-    values, where = settings.values, f"{settings.where}: RoPE"
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+def _sets_by_kind(settings: Settings, key: str, sliding: list[bool]) -> list[dict]:
+    """transformers writes sets of both kinds, also where the layers are all of one."""
+    given, needed = settings.values[key], {KINDS[slides] for slides in sliding}
+    names = " and ".join(kind for kind in KINDS if kind in needed)
+    expected = f"one set of RoPE parameters for each kind of layer, {names}"
     if not isinstance(given, dict):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    if family.local_rope and any(kind in given for kind in KINDS):
-        sets = [given.get(kind) or {} for kind in KINDS]
-        if not all(isinstance(parameters, dict) for parameters in sets):
-            raise settings.wrong("rope_parameters", "one set of RoPE parameters for each kind")
-    elif any(isinstance(value, dict) for value in given.values()):
-        raise settings.wrong("rope_parameters", "one set of RoPE parameters")
-    else:
-        sets = [given, {}] if family.local_rope else [given]
-    found = []
+        raise settings.wrong(key, expected)
+    if not needed <= given.keys() <= {*KINDS}:
+        raise settings.wrong(key, expected, f"the keys {', '.join(sorted(given))}"[:100])
+    if not all(isinstance(parameters, dict) for parameters in given.values()):
+        raise settings.wrong(key, expected)
+    return [given.get(kind, {}) for kind in KINDS]
+
+
+def _sets(settings: Settings, family: Family, sliding: list[bool]) -> list[dict]:
+    """One set of RoPE parameters for each table. rope_scaling, which came before rope_parameters,
+    is never by kind of layer: of a Gemma 3 it is for layers without a window."""
+    said = settings.values.get("rope_parameters") not in (None, {})
+    key = "rope_parameters" if said else "rope_scaling"
+    if family.local_rope and key == "rope_parameters":
+        return _sets_by_kind(settings, key, sliding)
+    given = {} if settings.values.get(key) is None else settings.values[key]
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise settings.wrong(key, "one set of RoPE parameters, not by kind of layer")
+    return [given, {}] if family.local_rope else [given]
+
+
+def rope_from_hf(
+    settings: Settings, family: Family, head_dim: int, context: int, sliding: list[bool]
+) -> Rope:
+    """Reads rope_parameters (transformers 5; by kind of layer, where these differ) or rope_theta
+    and rope_scaling (before). sliding: which layers have a window. Tables: all layers', or first
+    those of layers without a window."""
+    values, where = settings.values, f"{settings.where}: RoPE"
+    sets, found = _sets(settings, family, sliding), []
     original = "original_max_position_embeddings"
     outside = {original: values.get(original, family.defaults.get(original))}
     for key, parameters in zip(("rope_theta", "rope_local_base_freq"), sets, strict=False):

@@ -9,8 +9,9 @@ class Settings:
     def __init__(self, values: dict, where: str):
         self.values, self.where = values, where
 
-    def wrong(self, key: str, expected: str) -> ExportError:
-        found = repr(self.values.get(key))[:100]
+    def wrong(self, key: str, expected: str, found: str = "") -> ExportError:
+        """found: in words, where the value itself does not show what is wrong."""
+        found = found or repr(self.values.get(key))[:100]
         return ExportError(f"{self.where}: {key}: expected {expected}, found {found}")
 
     def integer(self, key: str, default: int | None, most: int = 1 << 24) -> int:

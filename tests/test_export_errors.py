@@ -102,11 +102,13 @@ def test_rope_parameters_of_any_kind(tmp_path, capsys, family, value):
     """And those that may be there."""
     config = tiny.FAMILIES[family]
     writers.hf_folder(tmp_path / "t", config, tiny.tensors(config))
-    given = config["rope_parameters"]
+    whole = config["rope_parameters"]
+    given = whole.get("full_attention", whole)
     more = ("attention_factor", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     for key in given.keys() | {*more, "truncate", "partial_rotary_factor"}:
-        changed = {"rope_parameters": given | {"mscale": 1.0, "mscale_all_dim": 1.0} | {key: value}}
-        (tmp_path / "t" / "config.json").write_text(json.dumps(config | changed))
+        rope = given | {"mscale": 1.0, "mscale_all_dim": 1.0} | {key: value}
+        rope = whole | {"full_attention": rope} if family == "gemma3" else rope
+        (tmp_path / "t" / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
         capsys.readouterr()
         code = main([str(tmp_path / "t"), "-o", str(tmp_path / "model.bin")])
         _, err = capsys.readouterr()

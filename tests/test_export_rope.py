@@ -111,6 +111,77 @@ def test_what_makes_no_sense(tmp_path, out, capsys, family, rope, pattern):
     refused(capsys, tmp_path / "t", out, pattern)
 
 
+FULL, SLIDING = (
+    tiny.FAMILIES["gemma3"]["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding")
+)
+BY_KIND = {"full_attention": FULL, "sliding_attention": SLIDING}
+WANTED = "for each kind of layer, full_attention and sliding_attention, found "
+FLAT = "one set of RoPE parameters, not by kind of layer, found "
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "pattern"),
+    [
+        ("gemma3", {"rope_parameters": FULL}, f"{WANTED}the keys factor, rope_theta, rope_type"),
+        ("gemma3", {"rope_parameters": BY_KIND | FULL}, f"{WANTED}the keys factor, full_attention"),
+        ("gemma3", {"rope_parameters": {"full_attention": FULL}}, f"{WANTED}the keys full_atten"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": SLIDING}},
+            f"{WANTED}the keys sliding_attention$",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": BY_KIND | {"chunked_attention": FULL}},
+            f"{WANTED}the keys chunked_attention, full_attention, sliding_attention$",
+        ),
+        (
+            "gemma3",
+            {
+                "layer_types": ["full_attention"] * 3,
+                "rope_parameters": {"sliding_attention": SLIDING},
+            },
+            "for each kind of layer, full_attention, found the keys sliding_attention$",
+        ),
+        *(
+            ("gemma3", {"rope_parameters": BY_KIND | {kind: value}}, f"{WANTED}{{'full_attention'")
+            for kind in BY_KIND
+            for value in (None, 3, "x", [FULL])
+        ),
+        *(
+            ("gemma3", {"rope_parameters": value}, f"rope_parameters: .*{WANTED}")
+            for value in (0, "x", [], [FULL])
+        ),
+        ("gemma3", {"rope_parameters": None, "rope_scaling": BY_KIND}, f"rope_scaling: .*{FLAT}"),
+        *(
+            (family, {"rope_parameters": BY_KIND}, f"rope_parameters: expected {FLAT}{{'full_att")
+            for family in ("llama", "qwen2_window", "gemma2", "smollm3")
+        ),
+        *(
+            ("llama", {"rope_parameters": None, "rope_scaling": value}, f"rope_scaling: .*{FLAT}")
+            for value in (0, "x", [], BY_KIND)
+        ),
+    ],
+)
+def test_sets_of_other_kinds_of_layers(tmp_path, out, capsys, family, changes, pattern):
+    config = tiny.FAMILIES[family]
+    writers.hf_folder(tmp_path / "t", config | changes, tiny.tensors(config))
+    refused(capsys, tmp_path / "t", out, pattern)
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_set_that_no_layer_needs(tmp_path, kind):
+    """It may be there, as transformers writes both, or not."""
+    config = tiny.FAMILIES["gemma3"] | {"layer_types": [kind] * 3}
+    files = []
+    for name, rope in (("both", BY_KIND), ("one", {kind: BY_KIND[kind]})):
+        writers.hf_folder(tmp_path / name, config | {"rope_parameters": rope}, tiny.tensors(config))
+        files.append(export(tmp_path / name, tmp_path / f"{name}.bin", "--dtype", "f32"))
+    table = 1 if kind == "sliding_attention" else 0
+    both, one = (file.tensors["rope"][table] for file in files)
+    assert np.array_equal(both, one) and [t for _, t in files[1].layers] == [table] * 3
+
+
 def test_original_context_out_of_range(tmp_path, out, capsys):
     config = tiny.FAMILIES["phi3_long"] | {"original_max_position_embeddings": 1 << 23}
     writers.hf_folder(tmp_path / "t", config, tiny.tensors(config))
