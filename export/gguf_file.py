@@ -77,6 +77,13 @@ def _open(path: Path) -> Reader:
             f"{path}: architecture {architecture} is not supported; "
             f"known: {', '.join(ARCHITECTURES)}"
         )
+    for tensor in reader.tensors:
+        offset = tensor.data_offset - reader.data_offset
+        if offset % reader.alignment:
+            raise ExportError(
+                f"{path}: tensor {tensor.name}: expected an offset that is a multiple of "
+                f"{reader.alignment} (general.alignment), found {offset}; is the file damaged?"
+            )
     return reader
 
 

@@ -291,6 +291,24 @@ def test_gguf_tensors(tmp_path, out, capsys, tensors):
     refused(capsys, tmp_path / "t.gguf", out, r"output_norm.weight: value nan at \[3\]")
 
 
+@pytest.mark.parametrize("alignment", [None, 64])
+def test_gguf_offsets_that_are_not_aligned(tmp_path, out, capsys, tensors, alignment):
+    """Of the last tensor but one, which stays within the file."""
+    path = tmp_path / "t.gguf"
+    add = alignment and (lambda writer: writer.add_custom_alignment(alignment))
+    writers.gguf_file(path, tiny.CONFIG, tensors, add=add)
+    assert main([str(path), "-o", str(tmp_path / "model.bin")]) == 0
+    whole, name, step = path.read_bytes(), b"output_norm.weight", alignment or 32
+    at = whole.index(name) + len(name) + 4 + 8 + 4  # its number of dimensions, its rows, its type
+    (offset,) = struct.unpack_from("<Q", whole, at)
+    for moved in (1, 4, step // 2, step - 1):
+        content = bytearray(whole)
+        struct.pack_into("<Q", content, at, offset + moved)
+        path.write_bytes(content)
+        pattern = f"output_norm.weight: .* a multiple of {step} .*, found {offset + moved}; is"
+        refused(capsys, path, out, pattern)
+
+
 def test_broken_gguf(tmp_path, capsys, tensors):
     """Cut at many places and with any bytes changed in the head: a file or one line."""
     path = tmp_path / "t.gguf"
