@@ -27,14 +27,25 @@ static void print_id(const char *label, int32_t id, const struct tokenizer *toke
     putchar('\n');
 }
 
+/* Each window and how many layers have it, at the first that does. */
+static void print_windows(const struct config *c) {
+    for (int first = 0; first < c->layers; first++) {
+        const int window = c->layer[first].window;
+        int before = 0, count = 0;
+        for (int l = 0; l < c->layers; l++) {
+            before += l < first && c->layer[l].window == window;
+            count += c->layer[l].window == window;
+        }
+        if (window && !before)
+            printf("window               %d position%s in %d of %d layers\n", window,
+                   window > 1 ? "s" : "", count, c->layers);
+    }
+}
+
 /* Positions: learned, RoPE and windows, which layers may have or not. */
 static void print_layers(const struct config *c) {
-    int still = 0, sliding = 0, window = 0;
-    for (int l = 0; l < c->layers; l++) {
-        still += c->layer[l].rope_table == NO_ID;
-        sliding += c->layer[l].window > 0;
-        if (c->layer[l].window) window = c->layer[l].window;
-    }
+    int still = 0;
+    for (int l = 0; l < c->layers; l++) still += c->layer[l].rope_table == NO_ID;
     if (c->learned_positions) printf("positions            learned, %d of them\n", c->context);
     if (c->rotary_dims) {
         printf("RoPE                 %d dimensions of a head", c->rotary_dims);
@@ -45,9 +56,7 @@ static void print_layers(const struct config *c) {
     if (c->rope_original)
         printf("RoPE frequencies     two sets: for contexts (-c) up to %d, and for longer ones\n",
                c->rope_original);
-    if (sliding)
-        printf("window               %d positions in %d of %d layers\n", window, sliding,
-               c->layers);
+    print_windows(c);
 }
 
 static void print_config(const struct config *c) {
@@ -107,7 +116,8 @@ void info_print(const struct model_file *file, const struct tokenizer *tokenizer
     print_tokens(c, tokenizer);
     print_tensors(file);
     puts("memory by context    CPU          GPU");
-    for (int context = 512; context < 2 * c->context; context *= 2) {
+    limits.context = 0;
+    for (int context = 512; limits.context < c->context; context *= 2) {
         struct plan plan;
         struct error ignored = {0};
         limits.context = context < c->context ? context : c->context;

@@ -1,12 +1,14 @@
 """How the tests start ./run, and where the models are."""
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = os.environ.get("ROOFLINE_RUN", str(ROOT / "run"))
@@ -65,6 +67,18 @@ def export(source, target, *options):
     """The model.bin that the exporter makes, as a process of its own."""
     command = [sys.executable, "-m", "export", source, "-o", target, *options]
     subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def patched(path, target, numbers):
+    """The file with other u32 at offsets from its config's start, and a checksum that is right."""
+    data = bytearray(Path(path).read_bytes())
+    for offset, value in numbers.items():
+        struct.pack_into("<I", data, 64 + offset, value)
+    (head_bytes,) = struct.unpack_from("<Q", data, 24)
+    struct.pack_into("<Q", data, 48, 0)
+    struct.pack_into("<Q", data, 48, xxhash.xxh64_intdigest(bytes(data[:head_bytes])))
+    target.write_bytes(data)
     return target
 
 

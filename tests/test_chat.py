@@ -8,8 +8,7 @@ from pathlib import Path
 import gpt2_writers
 import pytest
 import writers
-import xxhash
-from engine import answer, model, refusal
+from engine import answer, model, patched, refusal
 from exporting import export
 from golden import gpt2, tiny
 from tokenizer_data import DATA, Driver, need, section
@@ -151,7 +150,7 @@ def test_chat_answers(smollm2):
 
 def test_an_answer_ends_with_its_turn(smollm2, tmp_path):
     """Also where the source has not said that the shape's end is a stop."""
-    bare = patched(smollm2, tmp_path / "bare.bin", _204=0, _208=0xFFFFFFFF, _212=0xFFFFFFFF)
+    bare = patched(smollm2, tmp_path / "bare.bin", {204: 0, 208: 0xFFFFFFFF, 212: 0xFFFFFFFF})
     base = ["-t", 0, "-n", 60, "--chat", "-p", "What is 2 + 2? One word."]
     found = answer(smollm2, *base)
     assert found == answer(bare, *base) and found != answer(bare, *base, "--ignore-eos")
@@ -251,31 +250,19 @@ def test_no_shape_no_tokenizer_no_token(tmp_path):
     assert answer(no_bos, "--chat", "-p", "x", "--tokenize")
 
 
-def patched(path, target, **values):
-    """The file with other integers in its config, and a checksum that is right."""
-    data = bytearray(path.read_bytes())
-    for offset, value in values.items():
-        struct.pack_into("<I", data, 64 + int(offset[1:]), value)
-    (head_bytes,) = struct.unpack_from("<Q", data, 24)
-    struct.pack_into("<Q", data, 48, 0)
-    struct.pack_into("<Q", data, 48, xxhash.xxh64_intdigest(bytes(data[:head_bytes])))
-    target.write_bytes(data)
-    return target
-
-
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"_272": len(chat.SHAPES)}, "chat_shape is 17, expected 0 to 16"),
-        ({"_276": 2}, "chat_bos is 2, expected 0 to 1"),
-        ({"_276": 1, "_188": 0xFFFFFFFF}, "chat_bos is 1, but bos is none"),
-        ({"_284": 1}, "unknown data at its byte 284"),
-        ({"_188": 331}, "bos"),
-        ({"_208": 331}, "a stop"),
+        ({272: len(chat.SHAPES)}, "chat_shape is 17, expected 0 to 16"),
+        ({276: 2}, "chat_bos is 2, expected 0 to 1"),
+        ({276: 1, 188: 0xFFFFFFFF}, "chat_bos is 1, but bos is none"),
+        ({284: 1}, "unknown data at its byte 284"),
+        ({188: 331}, "bos"),
+        ({208: 331}, "a stop"),
     ],
 )
 def test_files_with_odd_tokens(tmp_path, values, line):
     path = small(tmp_path, LLAMA3)
-    assert answer(patched(path, tmp_path / "same.bin"), "--info")
-    found = patched(path, tmp_path / "odd.bin", **values)
+    assert answer(patched(path, tmp_path / "same.bin", {}), "--info")
+    found = patched(path, tmp_path / "odd.bin", values)
     assert line in refusal(3, found, "--info")

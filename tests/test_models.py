@@ -1,13 +1,10 @@
 """A checkpoint in any of the formats that the exporter reads, through export and ./run: the logits
 of transformers and the text of llama2.c come out."""
 
-import struct
-
 import numpy as np
 import pytest
 import writers
-import xxhash
-from engine import ROOT, answer, check_texts, export, logits, refusal
+from engine import ROOT, answer, check_texts, export, logits, patched, refusal
 from golden import tiny
 from tokenizer_data import DATA, need
 
@@ -97,6 +94,34 @@ def test_info_says_what_is_special(tmp_path, family):
     )
 
 
+@pytest.mark.parametrize(
+    ("context", "rows"),
+    [(1, [1]), (256, [256]), (511, [511]), (512, [512]), (513, [512, 513]), (1024, [512, 1024])],
+)
+def test_info_has_the_memory_of_every_context(tmp_path, context, rows):
+    config = tiny.CONFIG | {"max_position_embeddings": context}
+    writers.hf_folder(tmp_path / "tiny", config, tiny.tensors())
+    said = answer(export(tmp_path / "tiny", tmp_path / "tiny.bin"), "--info").decode()
+    lines = said.split("memory by context    CPU          GPU\n")[1].splitlines()
+    assert [int(line.split()[0]) for line in lines] == rows
+    assert all(line.count(" MB") == 2 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        ((0, 0, 0), []),
+        ((40, 9, 40), ["40 positions in 2 of 3 layers", "9 positions in 1 of 3 layers"]),
+        ((0, 1, 40), ["1 position in 1 of 3 layers", "40 positions in 1 of 3 layers"]),
+    ],
+)
+def test_info_has_every_window(tmp_path, windows, said):
+    model, _ = exported("mistral", tmp_path)
+    patched(model, model, {448 + 16 * layer: window for layer, window in enumerate(windows)})
+    lines = answer(model, "--info").decode().splitlines()
+    assert [line[21:] for line in lines if line.startswith("window ")] == said
+
+
 def test_gguf(tmp_path):
     writers.gguf_file(tmp_path / "tiny.gguf", tiny.CONFIG, tiny.tensors())
     model = export(tmp_path / "tiny.gguf", tmp_path / "tiny.bin", "--dtype", "f32")
@@ -164,30 +189,25 @@ def test_model_without_tokenizer_takes_ids_only(tmp_path):
 @pytest.mark.parametrize(
     ("at", "value", "said"),
     [
-        (64 + 68, 2, "unknown data after the tensor table"),
-        (64 + 72, 4, "822784 bytes of tensors, expected"),
-        (64 + 76, 4, "822784 bytes of tensors, expected"),
-        (64 + 80, 8, "expected an even number up to head_dim 8"),
-        (64 + 88, 336, "822784 bytes of tensors, expected"),
-        (64 + 116, 1, "22 tensors, expected 25"),
-        (64 + 128, 1, "22 tensors, expected 28"),
-        (64 + 172, 1, "22 tensors, expected 21"),
-        (64 + 208, 331, "a stop is id 331, expected one below vocab 331"),
-        (64 + 280, 64, "the first dimension of tensor rope is 1, expected 2"),
-        (64 + 280, (1 << 22) + 1, "rope_original is 4194305, expected 0 to 4194304"),
-        (512, (1 << 22) + 1, "window of layer 0 is 4194305, expected up to 4194304"),
-        (512 + 4, 1, "layer 0 uses rope table 1 of 1"),
+        (68, 2, "unknown data after the tensor table"),
+        (72, 4, "822784 bytes of tensors, expected"),
+        (76, 4, "822784 bytes of tensors, expected"),
+        (80, 8, "expected an even number up to head_dim 8"),
+        (88, 336, "822784 bytes of tensors, expected"),
+        (116, 1, "22 tensors, expected 25"),
+        (128, 1, "22 tensors, expected 28"),
+        (172, 1, "22 tensors, expected 21"),
+        (208, 331, "a stop is id 331, expected one below vocab 331"),
+        (280, 64, "the first dimension of tensor rope is 1, expected 2"),
+        (280, (1 << 22) + 1, "rope_original is 4194305, expected 0 to 4194304"),
+        (448, (1 << 22) + 1, "window of layer 0 is 4194305, expected up to 4194304"),
+        (448 + 4, 1, "layer 0 uses rope table 1 of 1"),
     ],
 )
 def test_model_that_disagrees_with_itself(tmp_path, at, value, said):
     """A number of the config or of a layer is another one, and the checksum fits."""
     model, _ = exported("llama", tmp_path)
-    data = bytearray(model.read_bytes())
-    struct.pack_into("<I", data, at, value)
-    struct.pack_into("<Q", data, 48, 0)
-    head = bytes(data[: struct.unpack_from("<Q", data, 24)[0]])
-    struct.pack_into("<Q", data, 48, xxhash.xxh64_intdigest(head))
-    model.write_bytes(data)
+    patched(model, model, {at: value})
     assert said in refusal(3, model, "--ids", "1")
 
 
