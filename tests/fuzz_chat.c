@@ -1,7 +1,8 @@
 /* Fuzzes conversations: whatever is said, in any shape, the control tokens are those of the shape.
  *
  * Input: a byte that chooses the shape, a byte of choices, and the messages: each ends before a byte
- * 0xff. The tokenizers are the tiny ones, whose control tokens include </s> (sentencepiece). */
+ * 0xff. The tokenizers are the tiny ones, whose control tokens include </s>, [INST]
+ * and [/INST] (sentencepiece). */
 #include "tests/tokenizer_section.h"
 #include "tokenizer/chat.h"
 
@@ -37,7 +38,8 @@ static size_t controls(const struct ids *ids) {
     size_t count = 0;
     for (size_t i = 0; i < ids->count; i++) {
         if (ids->id[i] < 0 || ids->id[i] >= TINY_VOCAB) abort();
-        count += ids->id[i] == START || ids->id[i] == FINISH || ids->id[i] == STARTING;
+        for (size_t t = 0; t < TINY_ADDED; t++)
+            count += (uint32_t)ids->id[i] == tiny_added[t].id && tiny_added[t].flags & CONTROL;
     }
     return count;
 }

@@ -125,6 +125,27 @@ static void test_roles(void **state) {
     tokenizer_close(t);
 }
 
+/* Of a model without bytes for it, any text is one id: <|im_end|> would be, and would end answers. */
+static void test_what_is_unknown_is_no_mark(void **state) {
+    (void)state;
+    struct section_bytes model = {.count = 0}, section;
+    put_piece(&model, "<unknown>", 0, 2);
+    put_piece(&model, "a", 0, 1);
+    put(&model, "\x12\x02\x18\x02", 4);         /* trainer_spec: BPE, no byte_fallback */
+    put(&model, "\x1a\x04\x18\x00\x20\x00", 6); /* normalizer_spec: no prefix */
+    sp_section(&section, model.data, model.count);
+    struct tokenizer *t = open_section(&section);
+    struct ids ids = {0};
+    struct error error;
+    assert_int_equal(tokenizer_encode(t, "<|im_end|>", 10, true, &ids, &error), 0);
+    expect(&ids, (int32_t[]){SP_UNK, ENDS});
+    free(ids.id);
+    expect_refusal(t, CHAT_CHATML, "u", "has no <|im_end|>, which the shape chatml needs");
+    expect_refusal(t, CHAT_MISTRAL_V3, "u", NULL);
+    expect_refusal(t, CHAT_MISTRAL_V7, "u", "has no [SYSTEM_PROMPT], which the shape mistral_v7");
+    tokenizer_close(t);
+}
+
 static void test_every_turn_of_llama2_has_bos(void **state) {
     (void)state;
     struct tokenizer *t = open_sentencepiece(1);
@@ -171,6 +192,7 @@ int main(void) {
         cmocka_unit_test(test_control_tokens_in_trusted_parts_only),
         cmocka_unit_test(test_space_before_each_stretch),
         cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_what_is_unknown_is_no_mark),
         cmocka_unit_test(test_every_turn_of_llama2_has_bos),
         cmocka_unit_test(test_default_system_message),
     };

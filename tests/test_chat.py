@@ -250,6 +250,45 @@ def test_no_shape_no_tokenizer_no_token(tmp_path):
     assert answer(no_bos, "--chat", "-p", "x", "--tokenize")
 
 
+# What the tokenizers of a shape's published models have as one token; the rest of it is text there.
+CHATML = ("<|im_start|>", "<|im_end|>")
+HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+INST = ("[INST]", "[/INST]", "</s>")
+MARKS = {
+    "llama2": ("</s>",),
+    "llama3": HEADERS,
+    "llama3_1": HEADERS,
+    "chatml": CHATML,
+    "qwen3": CHATML,
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": PHI,
+    "phi4": (*CHATML, "<|im_sep|>"),
+    "phi4_mini": PHI,
+    "zephyr": ("</s>",),
+    "olmo": ("<|endoftext|>",),
+    "mistral": ("</s>",),
+    "mistral_v1": ("</s>",),
+    "mistral_v3": INST,
+    "mistral_tekken": INST,
+    "mistral_v7": (*INST, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+}
+
+
+@pytest.mark.parametrize("missing", sorted({mark for marks in MARKS.values() for mark in marks}))
+def test_every_mark_is_a_token(tmp_path, missing):
+    """A tokenizer that lacks one would read it as text: shapes that need it are refused."""
+    whole = small(tmp_path, LLAMA3, added=[text for text in CONTROL if text != missing])
+    for shape, marks in MARKS.items():
+        path = patched(whole, tmp_path / "shape.bin", {272: chat.SHAPES[shape]})
+        ask = [path, "--chat", "-p", "x"]
+        if missing in marks:
+            expected = f"the tokenizer has no {missing}, which the shape {shape} needs"
+            assert expected in refusal(2, *ask, "--tokenize") and expected in refusal(2, *ask)
+        else:
+            assert answer(*ask, "--tokenize")
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [

@@ -403,7 +403,7 @@ static void test_names(void **state) {
     }
     char text[128];
     tokenizer_describe(tokenizer, text, sizeof text);
-    assert_string_equal(text, "sentencepiece, 266 pieces, 8 added");
+    assert_string_equal(text, "sentencepiece, 266 pieces, 10 added");
     tokenizer_close(tokenizer);
 }
 

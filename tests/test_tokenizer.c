@@ -385,7 +385,7 @@ static void test_names(void **state) {
     assert_int_equal(bytes, sizeof TINY_SYSTEM - 1);
     char text[128];
     tokenizer_describe(tokenizer, text, sizeof text);
-    assert_string_equal(text, "byte-level BPE (smollm2), 269 pieces, 8 added");
+    assert_string_equal(text, "byte-level BPE (smollm2), 269 pieces, 10 added");
     tokenizer_describe(tokenizer, text, 8);
     assert_string_equal(text, "byte-le");
     tokenizer_close(tokenizer);

@@ -41,12 +41,13 @@ static const char *const tiny_pieces[TINY_PIECES - 256] = {
 
 enum { CONTROL = 1, STRIP_LEFT = 2, STRIP_RIGHT = 4 };
 enum { TINY_VOCAB = TINY_PIECES + 16 };
-enum { START = TINY_PIECES, STARTING, PLAIN, LEFT, RIGHT, BOTH, PLAIN_AGAIN, FINISH };
+enum { START = TINY_PIECES, STARTING, PLAIN, LEFT, RIGHT, BOTH, PLAIN_AGAIN, FINISH, USER };
 static const struct tiny_token tiny_added[] = {
     {START, CONTROL, "<s>"},     {STARTING, CONTROL, "<s>tarting"},
     {PLAIN, 0, "<p>"},           {LEFT, STRIP_LEFT, "<l>"},
     {RIGHT, STRIP_RIGHT, "<r>"}, {BOTH, CONTROL | STRIP_LEFT | STRIP_RIGHT, "<b>"},
     {PLAIN_AGAIN, 0, "<p>"},     {FINISH, CONTROL, "</s>"},
+    {USER, CONTROL, "[INST]"},   {USER + 1, CONTROL, "[/INST]"},
 };
 enum { TINY_ADDED = sizeof tiny_added / sizeof tiny_added[0] };
 #define TINY_SYSTEM "You are small."

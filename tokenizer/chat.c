@@ -16,7 +16,7 @@ struct shape {
     const char *answer_open; /* before each answer, and where the next one begins */
     const char *answer_lead; /* after it, before an answer that is there */
     const char *answer_close;
-    const char *end;      /* the control token that ends an answer */
+    const char *mark[6];  /* tokens of all its models, NULL after them; the first ends an answer */
     enum place system_in; /* a turn of its own, or the start of a user's text */
     bool system_always;   /* even where there is no text for it */
     bool trim_system;     /* of white space at both ends; likewise: */
@@ -31,17 +31,18 @@ struct shape {
     .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",                         \
     .user_open = "<|im_start|>user\n", .user_close = "<|im_end|>\n",                               \
     .answer_open = "<|im_start|>assistant\n", .answer_lead = "", .answer_close = "<|im_end|>\n",   \
-    .end = "<|im_end|>"
+    .mark = {"<|im_end|>", "<|im_start|>"}
 
 #define LLAMA3_HEADER(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
 #define LLAMA3                                                                                     \
     .system_close = "<|eot_id|>", .user_open = LLAMA3_HEADER("user"), .user_close = "<|eot_id|>",  \
     .answer_open = LLAMA3_HEADER("assistant"), .answer_lead = "", .answer_close = "<|eot_id|>",    \
-    .end = "<|eot_id|>", .trim_system = true, .trim_user = true, .trim_answer = true
+    .mark = {"<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"}, .trim_system = true,       \
+    .trim_user = true, .trim_answer = true
 
 #define MISTRAL(before_user, after_user, before_answer)                                            \
     .user_open = (before_user), .user_close = (after_user), .answer_open = "",                     \
-    .answer_lead = (before_answer), .answer_close = "</s>", .end = "</s>"
+    .answer_lead = (before_answer), .answer_close = "</s>"
 #define SYSTEM_AND_BLANK_LINE .system_open = "", .system_close = "\n\n"
 
 static const struct shape shapes[CHAT_SHAPES] = {
@@ -52,7 +53,7 @@ static const struct shape shapes[CHAT_SHAPES] = {
                      .answer_open = "",
                      .answer_lead = " ",
                      .answer_close = " </s>",
-                     .end = "</s>",
+                     .mark = {"</s>"},
                      .system_in = FIRST_USER,
                      .trim_user = true,
                      .trim_answer = true,
@@ -67,8 +68,9 @@ static const struct shape shapes[CHAT_SHAPES] = {
     [CHAT_QWEN3] = {CHATML, .drops_thoughts = true},
     [CHAT_GEMMA] = {SYSTEM_AND_BLANK_LINE, .user_open = "<start_of_turn>user\n",
                     .user_close = "<end_of_turn>\n", .answer_open = "<start_of_turn>model\n",
-                    .answer_lead = "", .answer_close = "<end_of_turn>\n", .end = "<end_of_turn>",
-                    .system_in = FIRST_USER, .trim_user = true, .trim_answer = true},
+                    .answer_lead = "", .answer_close = "<end_of_turn>\n",
+                    .mark = {"<end_of_turn>", "<start_of_turn>"}, .system_in = FIRST_USER,
+                    .trim_user = true, .trim_answer = true},
     [CHAT_PHI3] = {.system_open = "<|system|>\n",
                    .system_close = "<|end|>\n",
                    .user_open = "<|user|>\n",
@@ -76,7 +78,7 @@ static const struct shape shapes[CHAT_SHAPES] = {
                    .answer_open = "<|assistant|>\n",
                    .answer_lead = "",
                    .answer_close = "<|end|>\n",
-                   .end = "<|end|>"},
+                   .mark = {"<|end|>", "<|system|>", "<|user|>", "<|assistant|>"}},
     [CHAT_PHI4] = {.system_open = "<|im_start|>system<|im_sep|>",
                    .system_close = "<|im_end|>",
                    .user_open = "<|im_start|>user<|im_sep|>",
@@ -84,7 +86,7 @@ static const struct shape shapes[CHAT_SHAPES] = {
                    .answer_open = "<|im_start|>assistant<|im_sep|>",
                    .answer_lead = "",
                    .answer_close = "<|im_end|>",
-                   .end = "<|im_end|>"},
+                   .mark = {"<|im_end|>", "<|im_start|>", "<|im_sep|>"}},
     [CHAT_PHI4_MINI] = {.system_open = "<|system|>",
                         .system_close = "<|end|>",
                         .user_open = "<|user|>",
@@ -92,7 +94,7 @@ static const struct shape shapes[CHAT_SHAPES] = {
                         .answer_open = "<|assistant|>",
                         .answer_lead = "",
                         .answer_close = "<|end|>",
-                        .end = "<|end|>"},
+                        .mark = {"<|end|>", "<|system|>", "<|user|>", "<|assistant|>"}},
     [CHAT_ZEPHYR] = {.system_open = "<|system|>\n",
                      .system_close = "</s>\n",
                      .user_open = "<|user|>\n",
@@ -100,7 +102,7 @@ static const struct shape shapes[CHAT_SHAPES] = {
                      .answer_open = "<|assistant|>\n",
                      .answer_lead = "",
                      .answer_close = "</s>\n",
-                     .end = "</s>"},
+                     .mark = {"</s>"}},
     [CHAT_OLMO] = {.system_open = "<|system|>\n",
                    .system_close = "\n",
                    .user_open = "<|user|>\n",
@@ -108,17 +110,20 @@ static const struct shape shapes[CHAT_SHAPES] = {
                    .answer_open = "<|assistant|>\n",
                    .answer_lead = "",
                    .answer_close = "<|endoftext|>\n",
-                   .end = "<|endoftext|>"},
-    [CHAT_MISTRAL] = {MISTRAL("[INST] ", " [/INST]", ""), SYSTEM_AND_BLANK_LINE,
+                   .mark = {"<|endoftext|>"}},
+    [CHAT_MISTRAL] = {MISTRAL("[INST] ", " [/INST]", ""), SYSTEM_AND_BLANK_LINE, .mark = {"</s>"},
                       .system_in = FIRST_USER},
     [CHAT_MISTRAL_V1] = {MISTRAL(" [INST] ", " [/INST]", " "), SYSTEM_AND_BLANK_LINE,
-                         .system_in = FIRST_USER},
+                         .mark = {"</s>"}, .system_in = FIRST_USER},
     [CHAT_MISTRAL_V3] = {MISTRAL("[INST] ", "[/INST]", " "), SYSTEM_AND_BLANK_LINE,
-                         .system_in = LAST_USER, .trim_answer = true},
+                         .mark = {"</s>", "[INST]", "[/INST]"}, .system_in = LAST_USER,
+                         .trim_answer = true},
     [CHAT_MISTRAL_TEKKEN] = {MISTRAL("[INST]", "[/INST]", ""), SYSTEM_AND_BLANK_LINE,
-                             .system_in = LAST_USER},
+                             .mark = {"</s>", "[INST]", "[/INST]"}, .system_in = LAST_USER},
     [CHAT_MISTRAL_V7] = {MISTRAL("[INST]", "[/INST]", ""), .system_open = "[SYSTEM_PROMPT]",
-                         .system_close = "[/SYSTEM_PROMPT]"},
+                         .system_close = "[/SYSTEM_PROMPT]",
+                         .mark = {"</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]",
+                                  "[/SYSTEM_PROMPT]"}},
 };
 
 /* ---- a conversation as a text of parts ---- */
@@ -208,15 +213,27 @@ static int check_roles(const struct chat_message *message, int count, struct err
                        "the user last");
 }
 
-int chat_end(struct tokenizer *tokenizer, enum chat_shape shape, int32_t *id, struct error *error) {
-    const char *end = shapes[shape].end;
+/* The id of a token by its text. One id alone proves nothing: it may stand for what is unknown. */
+static int find_mark(struct tokenizer *tokenizer, enum chat_shape shape, const char *mark,
+                     int32_t *id, struct error *error) {
+    const size_t bytes = strlen(mark);
     struct ids ids = {0};
-    int code = tokenizer_encode(tokenizer, end, strlen(end), true, &ids, error);
-    if (!code && ids.count != 1)
+    int code = tokenizer_encode(tokenizer, mark, bytes, true, &ids, error);
+    size_t name_bytes = 0;
+    const char *name = ids.count == 1 ? tokenizer_name(tokenizer, ids.id[0], &name_bytes) : NULL;
+    if (!code && (!name || name_bytes != bytes || memcmp(name, mark, bytes) != 0))
         code = fail(error, EXIT_USAGE, "chat: the tokenizer has no %s, which the shape %s needs",
-                    end, chat_shape_name(shape));
+                    mark, chat_shape_name(shape));
     if (!code) *id = ids.id[0];
     free(ids.id);
+    return code;
+}
+
+int chat_end(struct tokenizer *tokenizer, enum chat_shape shape, int32_t *id, struct error *error) {
+    const char *const *mark = shapes[shape].mark;
+    int32_t ignored;
+    int code = find_mark(tokenizer, shape, *mark, id, error);
+    while (!code && *++mark) code = find_mark(tokenizer, shape, *mark, &ignored, error);
     return code;
 }
 

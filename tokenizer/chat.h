@@ -26,8 +26,8 @@ int chat_encode(struct tokenizer *tokenizer, enum chat_shape shape, int32_t bos,
                 const struct chat_message *message, int count, struct ids *ids,
                 struct error *error);
 
-/* The id that ends an answer in this shape. EXIT_USAGE where the tokenizer has none: it is of another model,
- * and would read the shape's tokens as text. */
+/* The id that ends an answer in this shape. EXIT_USAGE where the tokenizer lacks it, or another token
+ * that all models of the shape have: it is of another model, and would read the token as text. */
 int chat_end(struct tokenizer *tokenizer, enum chat_shape shape, int32_t *id, struct error *error);
 
 #endif
