@@ -55,7 +55,7 @@ template <class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 7) return AFTER ? 112 : 104; /* 104 would spill */
     if (AFTER && F::VECTORS < 5) return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
     if (F::VECTORS > 4) return 80;
-    if (F::SLICES < 8) return 72;
+    if (F::SLICES < 8 || (F::VECTORS == 2 && F::ROWS == 4)) return 72;
     return F::VECTORS > 2 ? 64 : 56;
 }
 
