@@ -319,13 +319,14 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         request(place(item), item);
     wait_for_inputs();
     uint32_t queries[S::D / 16][2 * SETS];
-    if constexpr (RAW) {
-        finish_heads(*raw, a, w, WARPS);
-        __syncthreads(); /* heads are finished | read */
-    }
-    load_queries<S, SETS, RAW>(queries, a, w, raw);
+    if constexpr (!RAW) load_queries<S, SETS, RAW>(queries, a, w, raw);
 #pragma unroll 1
     for (; item < S::depth; item++) request(place(item), item);
+    if constexpr (RAW) { /* while the last tiles come; the row's own key there is no key yet */
+        finish_heads(*raw, a, w, WARPS);
+        __syncthreads(); /* heads are finished | read */
+        load_queries<S, SETS, RAW>(queries, a, w, raw);
+    }
 
     const float scale = a.scale * LOG2_E;
     const uint32_t row =
