@@ -402,13 +402,20 @@ def tokenizer_from_gguf(reader) -> Tokenizer | None:
                 f"tokenizer.ggml.scores: expected {len(tokens)} entries, found {len(scores)}"
             )
         pieces = [
-            spm.Piece(text.encode(), score, piece_kind)
+            spm.Piece(text.encode(), score, _kind_of_gguf_piece(text, piece_kind))
             for text, score, piece_kind in zip(tokens, scores, kinds, strict=True)
         ]
         prefix = _gguf_value(reader, "ggml.add_space_prefix", True)
         model = spm.build(pieces, bool(prefix))
         return Tokenizer(model=model, system=system, add_bos=add_bos is not False)
     raise ExportError(f"tokenizer.ggml.model: expected gpt2 or llama, found {kind!r}")
+
+
+def _kind_of_gguf_piece(text: str, kind: int) -> int:
+    """Converters have called tokens such as <|im_start|> user-defined, which are found in what a
+    user types, and after a space at its start. They were special in what was converted."""
+    mark = text.startswith("<|") and text.endswith("|>")
+    return spm.CONTROL if mark and kind == spm.USER_DEFINED else kind
 
 
 def _byte_level_from_gguf(reader, tokens: list, kinds: list, add_bos, system: str) -> Tokenizer:

@@ -331,7 +331,8 @@ template <int ROWS> void launch(struct cuda_backend *b, const struct product *p)
     case EPILOGUE_ADD: launch<ROWS, EPILOGUE_ADD>(b, p); return;
     case EPILOGUE_ACTIVATE: launch<ROWS, EPILOGUE_ACTIVATE>(b, p); return;
     case EPILOGUE_QKV: launch<ROWS, EPILOGUE_QKV>(b, p); return;
-    case EPILOGUE_HEADS: return; /* fits() in cuda_matmul_hopper.cu: of many rows alone */
+    case EPILOGUE_HEADS: /* fits() in cuda_matmul_hopper.cu: of many rows alone */
+        cuda_failed(b, "cuda_matmul_few: norms of heads", cudaErrorInvalidValue);
     }
 }
 

@@ -240,7 +240,8 @@ __device__ __forceinline__ void consume(const product &p, const schedule &schedu
  *           and of the third one thread produces.
  * Shared    a ring of stages: TILE_T rows, then TILE_N rows of W, 64 of K each; barriers; with
  *           HALVES what the other block hands over. With ACTIVATE the first half of W's rows are
- *           gate rows and the second their up rows, so that a thread holds both sums.
+ *           gate rows and the second their up rows, so that a thread holds both sums; with HEADS they are
+ *           one head.
  * Registers BLOCKS_64 TILE_N / 2 sums a thread, up to 192 of 232.
  * Bound     2 T N K FLOPs, at full load by the power that they draw; up to 256 rows by W's bytes.
  * Numerics  f32 sums over K in ascending order; with HALVES those of its halves, and then the two. Rows
@@ -384,8 +385,7 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
  * of K: 2 N cycles, and as 4 more columns for reading the rows), of its bytes from L2 (48 a cycle) and of its
  * bytes from memory (20 a cycle), and a sixth of L2's for their power. A tile takes 200 more. What follows 64
  * rows of a tile takes 20 cycles a column, with ADD 40; by turns it is seen once, at the end. With halves of
- * K a tenth less is measured. Of 150 products, each measured with every form, the chosen one takes 0.8 % more
- * time than the best on average. */
+ * K a tenth less is measured. */
 double cost(const form &form, const schedule &schedule, const product &p) {
     const double from_L2 =
         PANEL_ROW_BYTES * ((double)form.tile_t / form.beside + (double)form.tile_n / form.below);

@@ -1,6 +1,6 @@
 /* What surrounds the products of many rows (cuda_matmul_hopper.cu): tiles and who has them, the factor
  * that a norm before them left over, and what follows them: residual and the next norm's first half,
- * activation, RoPE and the cache.
+ * activation, norms of heads, RoPE and the cache.
  *
  * A norm (RMSNorm, arXiv 1910.07467) has no kernel here, as with few rows: whoever writes x also writes
  * x gamma, rounded, and of each of its tiles a part of the sum of x^2. */

@@ -292,8 +292,8 @@ def test_gguf_tensors(tmp_path, out, capsys, tensors):
 
 
 @pytest.mark.parametrize("alignment", [None, 64])
-def test_gguf_offsets_that_are_not_aligned(tmp_path, out, capsys, tensors, alignment):
-    """Of the last tensor but one, which stays within the file."""
+def test_gguf_tensors_that_are_elsewhere(tmp_path, out, capsys, tensors, alignment):
+    """Of the last tensor but one, which stays within the file; and far outside."""
     path = tmp_path / "t.gguf"
     add = alignment and (lambda writer: writer.add_custom_alignment(alignment))
     writers.gguf_file(path, tiny.CONFIG, tensors, add=add)
@@ -301,12 +301,13 @@ def test_gguf_offsets_that_are_not_aligned(tmp_path, out, capsys, tensors, align
     whole, name, step = path.read_bytes(), b"output_norm.weight", alignment or 32
     at = whole.index(name) + len(name) + 4 + 8 + 4  # its number of dimensions, its rows, its type
     (offset,) = struct.unpack_from("<Q", whole, at)
-    for moved in (1, 4, step // 2, step - 1):
+    far = (1 << 63) - offset, (1 << 64) - step - offset
+    for moved in (1, 4, step // 2, step - 1, step, -step, -2 * step, *far):
         content = bytearray(whole)
         struct.pack_into("<Q", content, at, offset + moved)
         path.write_bytes(content)
-        pattern = f"output_norm.weight: .* a multiple of {step} .*, found {offset + moved}; is"
-        refused(capsys, path, out, pattern)
+        where = f"expected offset {offset} .* multiples of {step}.*, found {offset + moved}; is"
+        refused(capsys, path, out, f"output_norm.weight: {where}|it ends at byte \\d+, but")
 
 
 def test_broken_gguf(tmp_path, capsys, tensors):

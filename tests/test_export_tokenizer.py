@@ -5,6 +5,7 @@ import json
 import random
 from pathlib import Path
 
+import gguf
 import pytest
 import writers
 from golden import tiny
@@ -230,6 +231,20 @@ def test_special_user_defined_pieces_become_control_pieces(tmp_path):
     assert not any(text == b"<b>" for *_, text in section["added"])
     assert spm.with_controls(after, {len(pieces)}) == spm.build(changed, False)
     assert spm.with_controls(after, set()) == after
+
+
+def test_marks_that_a_gguf_calls_user_defined_become_control_pieces(tmp_path):
+    pieces = spm.parse(small_model()).pieces
+    users = [spm.Piece(text, 0.0, spm.USER_DEFINED) for text in (b"<|im_start|>", b"<b>", b"<|x")]
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.text for piece in (*pieces, *users)])
+    writer.add_token_scores([float(piece.score) for piece in (*pieces, *users)])
+    writer.add_token_types([piece.kind for piece in (*pieces, *users)])
+    writers.finish(writer)
+    section = read_section(section_from_gguf(gguf.GGUFReader(tmp_path / "t.gguf")))
+    changed = [*pieces, users[0]._replace(kind=spm.CONTROL), *users[1:]]
+    assert section["model"] == spm.build(changed)
 
 
 def varint_field(number: int, value: int) -> bytes:

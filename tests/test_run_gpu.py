@@ -128,7 +128,7 @@ def test_logits_err_as_a_plain_computation(dtype, chunk, tmp_path):
 def first_difference(texts):
     """Ids up to where two texts part, and what each goes on with."""
     a, b = (list(map(int, answer(model("bf16"), "-p", t, "--tokenize").split())) for t in texts)
-    common = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    common = next(i for i in range(len(a)) if a[i : i + 1] != b[i : i + 1])
     return a[:common], [a[common], b[common]]
 
 
@@ -138,17 +138,17 @@ def test_chunks_give_the_same_text():
     prompt = (GOLDEN / "text.txt").read_text()[:700]
     file = reader.read(model("bf16"))
     for dtype in ("f32", "bf16"):
-        base = [model(dtype), "-p", prompt, "-n", 40, "-t", 0, *GPU]
-        texts = {answer(*base, "--chunk", chunk).decode() for chunk in (1, 7, 64, 4096)}
-        first = texts.pop()
-        assert dtype == "bf16" or not texts, texts
-        for other in texts:
+        base = [model(dtype), "-p", prompt, "-n", 40, "-t", 0, "--ignore-eos", *GPU]
+        texts = [answer(*base, "--chunk", chunk).decode() for chunk in (1, 7, 64, 4096)]
+        first, *others = dict.fromkeys(texts)
+        assert dtype == "bf16" or not others, texts
+        for other in others:
             ids, choices = first_difference((prompt + first, prompt + other))
             right, plain = (reader.forward(file, ids, *to)[-1] for to in ((), (reader.to_bf16,)))
             gap, error = abs(np.diff(right[choices])[0]), np.abs(plain - right).max()
             print(f"texts part after {len(ids)} ids, gap {gap:.3g}, plain error {error:.3g}")
-            assert choices[0] == right.argmax() or choices[1] == right.argmax(), choices
-            assert gap <= 2 * error
+            assert right.argmax() in choices, choices
+            assert gap <= error
 
 
 def test_same_seed_same_text():
