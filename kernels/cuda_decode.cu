@@ -164,11 +164,11 @@ __global__ void __maxnreg__((registers<F, AFTER>()))
 
 /* Bytes of weights that a block holds, by kernel. Two neighbours of the chain fit into a
  * multiprocessor together (227 KB), so that one fills its ring while the other drains; qkv,
- * attention over a short cache (37 KB, and 5 more where it finishes heads) and the product after it all
- * three. But no multiprocessor may have room for two blocks of a kernel when the first ones are placed:
- * others would get none, and the next kernels inherit that. So the kernel after attention, which leaves multiprocessors
- * empty, takes more than half (without that the 8B shape loses a quarter of its speed), and down
- * leaves room for one block of qkv, not for two. */
+ * attention over a short cache (37 KB, and 5 more where it finishes heads) and the product after it
+ * all three. But no multiprocessor may have room for two blocks of a kernel when the first ones are
+ * placed: others would get none, and the next kernels inherit that. So the kernel after attention,
+ * which leaves multiprocessors empty, takes more than half (without that the 8B shape loses a quarter
+ * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
@@ -198,8 +198,8 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
 }
 
 /* The form by K. Slices: few for short rows, whose lanes would idle; after a norm four at least, or each
- * lane had more inputs to read before it can begin. Rows: stages of some 16 KB; a stage takes 0.15 us to read,
- * so that of few rows larger ones are done sooner (down of Qwen3-0.6B: 1 % of a step). */
+ * lane had more inputs to read before it can begin. Rows: stages of some 16 KB; a stage takes 0.15 us to
+ * read, so that of few rows larger ones are done sooner (down of Qwen3-0.6B: 1 % of a step). */
 template <mode M, bool AFTER>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least) {
     if constexpr (M == PROJECT) {

@@ -139,9 +139,9 @@ __device__ __forceinline__ void take_over(const ring &ring, float (&sums)[S::TIL
     }
 }
 
-/* sums = the tile's products over what the block has of K, from the `passed`-th step through the ring on. `issued`
- * is called when the last one has been asked for. Of `all` steps of the block the last ones are not
- * released, as nothing takes their place: a signal that the other block does not wait for could come
+/* sums = the tile's products over what the block has of K, from the `passed`-th step through the ring on.
+ * `issued` is called when the last one has been asked for. Of `all` steps of the block the last ones are
+ * not released, as nothing takes their place: a signal that the other block does not wait for could come
  * when its shared memory is another kernel's. */
 template <class S, class F>
 __device__ __forceinline__ void multiply_tile(float (&sums)[S::BLOCKS_64][S::TILE_N / 2],
