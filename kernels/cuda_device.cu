@@ -165,6 +165,10 @@ bool cuda_unfinished(const struct engine *e) {
     return backend_of(e)->pending.heads;
 }
 
+bool cuda_unadded(const struct engine *e) {
+    return backend_of(e)->pending.product != NULL;
+}
+
 int cuda_parts_of_squares(const struct engine *e, int *stride) {
     const struct cuda_backend *b = backend_of(e);
     *stride = b->normed.stride;

@@ -18,9 +18,10 @@ enum { CUDA_FEW = -1 };
 int cuda_tiles(void);
 void cuda_one_tile(struct engine *e, int tile);
 /* Between two operators: does what is left for the next one, so that REGION_X is x, REGION_Q q, and the
- * cache has the keys. And whether q and k are left. */
+ * cache has the keys. And whether q and k are left, or the norm of a product and x +=. */
 void cuda_settle(struct engine *e);
 bool cuda_unfinished(const struct engine *e);
+bool cuda_unadded(const struct engine *e);
 /* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,
  * *stride]; 0: none. */
 int cuda_parts_of_squares(const struct engine *e, int *stride);

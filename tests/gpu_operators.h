@@ -14,6 +14,7 @@ struct step {
     size_t every;            /* of wide products so many columns are not computed but one */
     bool chained;            /* nothing is written between the operators, as in a whole step */
     struct both *unfinished; /* of one row: what qkv should give, where attention is to finish it */
+    struct both *x;          /* of one row: what x should be, while REGION_X does not have it */
     char name[160];
 };
 
@@ -141,6 +142,24 @@ static inline void check_squares(const struct step *s, const char *what) {
     check(!wrong, "%s: %s: the sums of squares of %d rows are wrong", s->name, what, wrong);
 }
 
+/* x before an operator. */
+static inline struct both *x_before(const struct step *s) {
+    const size_t count = s->T * s->C;
+    if (!s->x) return both_of(was(s, REGION_X), F32, count);
+    return memcpy(both_new(count), s->x, count * sizeof *s->x);
+}
+
+/* A case, where x was not in REGION_X before the operator: now it is. */
+static inline void check_arrived(struct step *s, const char *what) {
+    const size_t count = s->T * s->C, longest = s->F > s->H * s->D ? s->F : s->H * s->D;
+    if (!s->x) return;
+    compare(s->name, what, is_now(s, REGION_X), s->C, s->x, s->T, s->C,
+            tolerance_of(s->x, count, longest, s->dtype, false));
+    gpu_allow(s->g, is_now(s, REGION_X), count * sizeof(float));
+    free(s->x);
+    s->x = NULL;
+}
+
 /* ---- embed ---- */
 
 static inline void check_embed(struct step *s) {
@@ -217,7 +236,7 @@ static inline struct both *reference_qkv(const struct step *s, int layer, const 
 
 static inline void check_qkv(struct step *s, int layer) {
     struct gpu *g = s->g;
-    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    struct both *x = x_before(s);
     const size_t queries = s->H * s->D;
     poison(s, REGION_Q);
     begin(s);
@@ -230,6 +249,7 @@ static inline void check_qkv(struct step *s, int layer) {
         for (size_t t = 0; t < s->T; t++)
             memcpy(q + t * queries, qkv + t * s->qkv, queries * sizeof *q);
         const double tolerance = tolerance_of(qkv, s->T * s->qkv, s->C, s->dtype, true);
+        check_arrived(s, "x in qkv");
         check_append(s, layer, REGION_VALUES, qkv, queries + s->G * s->D, tolerance);
         if (unfinished) {
             gpu_unchanged(g, s->name, "qkv");
@@ -323,17 +343,24 @@ static inline void check_project(struct step *s, int layer, enum projection whic
     const bool out = which == ATTENTION_OUT;
     const char *name = out ? "x + a Wout" : "x + h Wdown";
     const size_t K = out ? s->H * s->D : s->F;
-    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    struct both *x = x_before(s);
     begin(s);
     g->device.ops->project(&g->device, layer, which, s->rows);
-    cuda_settle(&g->device);
+    const bool unadded = s->chained && cuda_unadded(&g->device);
+    if (!unadded) cuda_settle(&g->device);
     if (gpu_read(g, s->name, name)) {
         struct both *in = both_of(was(s, out ? REGION_A : REGION_H), s->dtype, s->T * K);
         reference_add(s, layer, which, x, in);
+        free(in);
+        if (unadded) {
+            gpu_unchanged(g, s->name, name);
+            free(s->x);
+            s->x = x;
+            return;
+        }
         end(s, name, REGION_X, F32, x, s->T, s->C,
             tolerance_of(x, s->T * s->C, K, s->dtype, false));
         check_squares(s, name);
-        free(in);
     }
     free(x);
 }
@@ -362,7 +389,7 @@ static inline struct both *reference_gate_up(const struct step *s, int layer,
 
 static inline void check_gate_up(struct step *s, int layer) {
     struct gpu *g = s->g;
-    struct both *x = both_of(was(s, REGION_X), F32, s->T * s->C);
+    struct both *x = x_before(s);
     poison(s, REGION_H);
     begin(s);
     g->device.ops->gate_up(&g->device, layer, s->rows);
@@ -382,13 +409,13 @@ static inline void check_classify(struct step *s) {
     struct gpu *g = s->g;
     const struct engine *e = &g->host.engine;
     const size_t n = (size_t)s->rows.classified, used = (size_t)e->config->vocab_used;
-    const float *first = (float *)was(s, REGION_X) + (s->T - n) * s->C;
-    struct both *x = both_of(first, F32, n * s->C);
+    struct both *all = x_before(s), *x = all + (s->T - n) * s->C;
     poison(s, REGION_LOGITS);
     begin(s);
     g->device.ops->classify(&g->device, s->rows);
     if (gpu_read(g, s->name, "classify")) {
         const float *got = is_now(s, REGION_LOGITS);
+        check_arrived(s, "x in classify");
         struct both *logits =
             normed_product(x, e->norm_final, e->norm_final_bias, e->config->norm_eps, e->classifier,
                            s->dtype, n, s->C, (struct columns){used, used, s->every});
@@ -408,7 +435,7 @@ static inline void check_classify(struct step *s) {
         free(row);
         free(logits);
     }
-    free(x);
+    free(all);
 }
 
 /* ---- all of them ---- */

@@ -57,7 +57,8 @@ static void operators_with_every_flag(void) {
 /* One row of models with norms of heads, whose q and k attention finishes: every number of heads a group, near
  * and far, with windows and without, RoPE on all, half or none of a head, norms after products. */
 static void one_row_that_attention_finishes(void) {
-    static const int ratios[] = {1, 2, 3, 4, 7, 8, 9, 14, 15, 16}, windows[] = {0, 512, 1, 0, 100};
+    static const int ratios[] = {1, 2, 3, 4, 7, 8, 9, 14, 15, 16},
+                     windows[] = {0, 512, 1, 1000, 100};
     static const int from[] = {0, 3, 63, 127, 128, 300, 511, 767, 768, 1023, 2500};
     int n = 0;
     for (int D = 128; D <= 256; D += 128)
@@ -142,8 +143,11 @@ static void one_row_over_caches_of_any_length(void) {
         {16, 1, 80, 80, 64, 8, 9}, {16, 1, 9, 1, 256, 8, 9}};
     const int count = sizeof lengths / sizeof *lengths, kinds = sizeof heads / sizeof *heads;
     for (int i = 0; i < kinds; i += quick ? 3 : 1)
-        for (int l = i % 2; l < count; l += quick ? 7 : 2)
-            check_shape(heads[i], BF16, 1, lengths[l]);
+        for (int l = i % 2; l < count; l += quick ? 7 : 2) {
+            struct config c = random_config(heads[i], BF16);
+            c.layer[0].window = l % 3 == 1 ? 800 : 0;
+            check_config(c, 1, lengths[l]);
+        }
 }
 
 /* ---- prompts ---- */
