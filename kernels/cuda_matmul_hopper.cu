@@ -382,19 +382,19 @@ schedule schedule_for(const struct cuda_backend *b, const struct product *p, con
 }
 
 /* Cycles of the busiest multiprocessor, roughly. A step costs the most of its products (64 rows by N by 64
- * of K: 2 N cycles, and as 4 more columns for reading the rows), of its bytes from L2 (48 a cycle) and of its
- * bytes from memory (20 a cycle), and a sixth of L2's for their power. A tile takes 200 more. What follows 64
+ * of K: 2 N cycles, and as 3 more columns for reading the rows), of its bytes from L2 (48 a cycle) and of its
+ * bytes from memory (20 a cycle), and a sixth of L2's for their power. A tile takes 300 more. What follows 64
  * rows of a tile takes 20 cycles a column, with ADD 40; by turns it is seen once, at the end. With halves of
  * K a tenth less is measured. */
 double cost(const form &form, const schedule &schedule, const product &p) {
     const double from_L2 =
         PANEL_ROW_BYTES * ((double)form.tile_t / form.beside + (double)form.tile_n / form.below);
     const double from_memory = PANEL_ROW_BYTES * (double)form.tile_n / divide_up(p.T, form.tile_t);
-    const double products = form.tile_t / 64 * (form.tile_n + 4) * 2;
-    const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 300;
+    const double products = form.tile_t / 64 * (form.tile_n + 3) * 2;
+    const double step = std::max({products, from_L2 / 48, from_memory / 20}) + from_L2 / 280;
     const int waves = divide_up(schedule.tiles_t * schedule.tiles_n, schedule.workers);
     const int seen = form.together ? waves : form.tile_t / 64;
-    const double cycles = waves * (schedule.steps * step + 200) +
+    const double cycles = waves * (schedule.steps * step + 300) +
                           seen * form.tile_n * (p.epilogue == EPILOGUE_ADD ? 40.0 : 20.0);
     return form.cuts > 1 ? 0.9 * cycles : cycles;
 }
