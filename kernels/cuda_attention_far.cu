@@ -15,7 +15,7 @@ enum {
     /* Of stages. 4.6 TB/s for 1.5 us of a busy memory ask for 52 KB under way on each multiprocessor; one
      * stage or two are being read. */
     RING = 98 << 10,
-    /* What a block takes: it starts beside the kernel before it (99 KB), and the kernel after it (116 KB)
+    /* What a block takes: it starts beside the kernel before it (100 KB), and the kernel after it (116 KB)
      * beside it, whose stream then begins before attention ends. With 116 KB, and a seventh warp, that one
      * had to wait: 2 % of a step of 8B after 32k. */
     SHARED = 100 << 10

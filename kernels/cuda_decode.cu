@@ -13,97 +13,94 @@ namespace {
 
 /* ---- what follows a product ---- */
 
-/* The two dimensions of a head that a unit of QKV is. */
-struct dimensions {
-    int head, first, second;
-    bool turn;
-    __device__ __forceinline__ dimensions(const heads &h, int unit) {
-        const int j = unit % (h.D / 2);
-        head = unit / (h.D / 2);
-        turn = j < h.half && h.rope;
-        first = j < h.half ? j : 2 * j;
-        second = j < h.half ? j + h.half : 2 * j + 1;
-    }
-};
-
-/* What a thread needs beside the product for its first unit, asked for before the stream is awaited. PROJECT:
- * the residual. QKV: the angle's cosine and sine, the bias, and where the row lies in a head's cache. */
+/* What a thread needs beside the product for a unit. For its first one it is asked for before the stream is
+ * awaited, and so is where the result goes: hardly anything is left to do once the sums are there. */
 template <mode M> struct ahead {
-    float value[2], bias[2];
-    int place;
-    __device__ __forceinline__ void load(const stream &p, int unit) {
-        if (M == PROJECT) value[0] = p.residual ? __ldcg(p.residual + unit) : 0.0f;
-        if (M != QKV) return;
-        const heads &h = p.heads;
-        const dimensions d(h, unit);
-        value[0] = d.turn ? __ldcg(h.rope + d.first) : 1.0f;
-        value[1] = d.turn ? __ldcg(h.rope + d.second) : 0.0f;
-        bias[0] = h.bias ? __ldg(h.bias + (size_t)d.head * h.D + d.first) : 0.0f;
-        bias[1] = h.bias ? __ldg(h.bias + (size_t)d.head * h.D + d.second) : 0.0f;
-        place = __ldcg(h.slots) * h.G * h.R + place_in_ring(__ldcg(h.positions), h.R);
+    int unit;
+    float residual; /* PROJECT */
+    __device__ __forceinline__ void load(const stream &p, int u) {
+        unit = unit_of_block(p, (unsigned)u);
+        if (M == PROJECT) residual = p.residual ? __ldcg(p.residual + unit) : 0.0f;
     }
 };
 
-/* q, or k and v into the cache: a pair of values that turn together. */
-__device__ __forceinline__ void finish_qkv(const stream &p, int unit, float a, float b,
-                                           const ahead<QKV> &own) {
-    const heads &h = p.heads;
-    const dimensions d(h, unit);
-    const bool query = d.head < h.H, value = d.head >= h.H + h.G;
-    a += own.bias[0];
-    b += own.bias[1];
-    if (h.raw) {
-        h.raw[(size_t)d.head * h.D + d.first] = a;
-        h.raw[(size_t)d.head * h.D + d.second] = b;
-        if (!value) return;
+/* Of a pair of dimensions of a head. */
+template <> struct ahead<QKV> {
+    float cosine, sine, bias[2];
+    int first, apart; /* the first one of all heads'; from there to the second */
+    bf16 *to;         /* q's first, or k's or v's in the cache; NULL: attention finishes it */
+    bool turns;
+    __device__ __forceinline__ void load(const stream &p, int u) {
+        const heads &h = p.heads;
+        const int unit = unit_of_block(p, (unsigned)u), head = unit / (h.D / 2),
+                  j = unit % (h.D / 2);
+        const bool query = head < h.H, value = head >= h.H + h.G, pairs = j < h.half;
+        const int dimension = pairs ? j : 2 * j;
+        first = head * h.D + dimension;
+        apart = pairs ? h.half : 1;
+        turns = pairs && h.rope && !value;
+        cosine = turns ? __ldcg(h.rope + j) : 1.0f;
+        sine = turns ? __ldcg(h.rope + h.half + j) : 0.0f;
+        bias[0] = h.bias ? __ldg(h.bias + first) : 0.0f;
+        bias[1] = h.bias ? __ldg(h.bias + first + apart) : 0.0f;
+        const int g = head - h.H - (value ? h.G : 0);
+        const int place =
+            (__ldcg(h.slots) * h.G + g) * h.R + place_in_ring(__ldcg(h.positions), h.R);
+        to = query ? (bf16 *)h.q + first
+                   : (bf16 *)(value ? h.values : h.keys) + (size_t)place * h.D + dimension;
+        if (h.raw && !value) to = NULL;
     }
-    if (d.turn && !value) {
-        const float low = a;
-        a = low * own.value[0] - b * own.value[1];
-        b = b * own.value[0] + low * own.value[1];
+    __device__ __forceinline__ void finish(const stream &p, float a, float b) const {
+        a += bias[0];
+        b += bias[1];
+        if (p.heads.raw) {
+            p.heads.raw[first] = a;
+            p.heads.raw[first + apart] = b;
+            if (!to) return;
+        }
+        to[0] = __float2bfloat16_rn(turns ? a * cosine - b * sine : a);
+        to[apart] = __float2bfloat16_rn(turns ? b * cosine + a * sine : b);
     }
-    bf16 *to = (bf16 *)h.q + (size_t)d.head * h.D;
-    if (!query) {
-        const int g = d.head - h.H - (value ? h.G : 0);
-        to = (bf16 *)(value ? h.values : h.keys) + ((size_t)g * h.R + own.place) * h.D;
+};
+
+/* A row's sum, of its slices in their order. */
+template <class F> __device__ __forceinline__ float sum_of_slices(const float *partial, int row) {
+    constexpr int N = F::SLICES < 4 ? F::SLICES : 4; /* that are read at once */
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < F::SLICES; i += N) {
+        alignas(4 * N) float x[N];
+        memcpy(x, __builtin_assume_aligned(partial + row * F::SLICES + i, 4 * N), sizeof x);
+#pragma unroll
+        for (int k = 0; k < N; k++) sum += x[k];
     }
-    to[d.first] = __float2bfloat16_rn(a);
-    to[d.second] = __float2bfloat16_rn(b);
+    return sum;
 }
 
+/* What the sums become. A product whose sum of squares is wanted is left to one warp, which has it soonest. */
 template <mode M, class F, bool AFTER>
-__device__ __forceinline__ void finish(const stream &p, const float *partial, float *squares,
-                                       int first_unit, int units, ahead<M> first) {
+__device__ __forceinline__ void finish(const stream &p, const float *partial, float factor,
+                                       int units, const ahead<M> &first) {
     constexpr int U = rows_of_unit<M>;
-    float factor = 1, squares_left = 0;
-    if (M != PROJECT && (!AFTER || p.gamma)) {
-        float sum = 0;
-        for (int i = 0; i < F::SLICES; i++) sum += squares[i];
-        factor = rsqrtf(sum / (float)p.K + p.eps);
-    }
+    constexpr bool SQUARES = M == PROJECT && AFTER;
+    constexpr int TOGETHER = SQUARES ? 32 : CONSUMERS;
+    float squares_left = 0;
 #pragma unroll 1
-    for (int u = threadIdx.x; u < units; u += CONSUMERS) {
-        const int unit = first_unit + u;
+    for (int u = threadIdx.x; u < units; u += TOGETHER) {
         float sum[2] = {0, 0};
-        for (int r = 0; r < U; r++) {
-            for (int i = 0; i < F::SLICES; i++) sum[r] += partial[(i * units + u) * U + r];
-            sum[r] *= factor;
-        }
+        for (int r = 0; r < U; r++) sum[r] = factor * sum_of_slices<F>(partial, u * U + r);
         ahead<M> own = first;
-        if (u >= CONSUMERS) own.load(p, unit);
-        if constexpr (M == QKV) finish_qkv(p, unit, sum[0], sum[1], own);
-        if (M == PROJECT) p.y[unit] = own.value[0] + sum[0];
-        if (M == GATE_UP) p.h[unit] = __float2bfloat16_rn(activate(sum[0], p.gelu) * sum[1]);
-        if (M == STORE) p.y[unit] = sum[0];
-        if (M == PROJECT && AFTER) squares_left += sum[0] * sum[0];
+        if (u >= TOGETHER) own.load(p, u);
+        if constexpr (M == QKV) own.finish(p, sum[0], sum[1]);
+        if constexpr (M == PROJECT) p.y[own.unit] = own.residual + sum[0];
+        if constexpr (M == GATE_UP)
+            p.h[own.unit] = __float2bfloat16_rn(activate(sum[0], p.gelu) * sum[1]);
+        if constexpr (M == STORE) p.y[own.unit] = sum[0];
+        squares_left += sum[0] * sum[0];
     }
-    if (M != PROJECT || !AFTER) return;
+    if (!SQUARES) return;
     squares_left = warp_sum(squares_left);
-    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = squares_left;
-    named_barrier(1, CONSUMERS);
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < WARPS; i++) squares_left += squares[i];
-    p.squares_left[blockIdx.x] = squares_left;
+    if (threadIdx.x == 0) p.squares_left[blockIdx.x] = squares_left;
 }
 
 /* ---- the kernel ---- */
@@ -112,29 +109,29 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           h = act(gate) up (GATE_UP), nothing (STORE: logits). AFTER: of a model with norms after its
  *           products, which struct stream explains.
  * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
- * Owners    block b the units from units b / blocks on. Eight warps consume: a lane keeps inputs in
- *           registers and reads every weight once, 16 bytes at a time. The ninth warp produces.
- * Shared    stages x F::STAGE rows of weights; partial f32 [SLICES][rows].
+ * Owners    a block every so many-th GRAIN units. Eight warps consume: a lane keeps inputs in registers
+ *           and reads every weight once, 16 bytes at a time. The ninth warp produces, and finds the factor
+ *           of the norm.
+ * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
  * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 91 % of what reading
  *           memory does on an H200.
  * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the
  *           parts, over the slices. The norm's factor is applied to the finished sums.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all threads have read it | it is
- *           overwritten. First __syncthreads: barriers are ready | used. Barrier 1: partial[] and
- *           squares[] are written | read by other threads; with AFTER squares[] once more.
+ *           overwritten. First __syncthreads: barriers are ready | used. SQUARED: squares[] is written | the
+ *           producer reads it. SUMMED: partial[] and the factor are written | read by other threads.
  * Order     weights, and the norm's, are asked for before the wait, everything else after it.
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
  *           as many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F, bool AFTER>
-__global__ void __maxnreg__((registers<F, AFTER>()))
+__global__ void __maxnreg__((registers<M, F, AFTER>()))
     decode_kernel(const __grid_constant__ stream p) {
     extern __shared__ __align__(128) char ring[];
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
-    __shared__ float squares[WARPS];
+    __shared__ float squares[CONSUMERS], factor;
     constexpr int U = rows_of_unit<M>;
     float *partial = (float *)(ring + (size_t)p.stages * F::STAGE * p.K * 2);
-    const int first = (int)((long long)p.units * blockIdx.x / gridDim.x);
-    const int units = (int)((long long)p.units * (blockIdx.x + 1) / gridDim.x) - first;
+    const int units = p.least + ((int)blockIdx.x < p.more);
     start_dependents();
     if (threadIdx.x == 0) {
         for (int s = 0; s < p.stages; s++) {
@@ -145,7 +142,8 @@ __global__ void __maxnreg__((registers<F, AFTER>()))
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        produce<M, F>(p, ring, full, empty, first, units * U);
+        produce<M, F>(p, ring, full, empty, units * U);
+        if (M != PROJECT) find_factor<F>(p, squares, &factor);
         return;
     }
     inputs<F> in;
@@ -154,10 +152,11 @@ __global__ void __maxnreg__((registers<F, AFTER>()))
     else
         load_normed<F, AFTER>(in, p, squares);
     ahead<M> ahead = {};
-    if (threadIdx.x < units) ahead.load(p, first + (int)threadIdx.x);
+    if (threadIdx.x < units) ahead.load(p, threadIdx.x);
     consume<F>(in, p, ring, full, empty, partial, units * U);
-    named_barrier(1, CONSUMERS);
-    finish<M, F, AFTER>(p, partial, squares, first, units, ahead);
+    named_barrier(SUMMED, M == PROJECT ? CONSUMERS : THREADS);
+    if (M == PROJECT && AFTER && threadIdx.x >= 32) return;
+    finish<M, F, AFTER>(p, partial, M == PROJECT ? 1.0f : factor, units, ahead);
 }
 
 /* ---- launching ---- */
@@ -173,12 +172,12 @@ enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
     RING_OUT = 112 << 10,
-    LEAST_OUT = 116 << 10,
-    RING_GATE_UP = 96 << 10,
+    LEAST_OUT = 114 << 10,
+    RING_GATE_UP = 98 << 10, /* seven stages of rows of 3584 */
     RING_DOWN = 112 << 10,
     RING_STORE = 64 << 10,
     IN_FLIGHT = 48 << 10,
-    STATIC_SHARED = 1 << 10 /* of a block, at most: barriers and the like */
+    STATIC_SHARED = 2 << 10 /* of a block, at most: barriers and the like */
 };
 
 template <mode M, bool AFTER, class F>
@@ -191,8 +190,11 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
         const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
         shared = stages * stage + rows * F::SLICES * sizeof(float);
     } while (shared > (size_t)b->shared_bytes - STATIC_SHARED);
+    p.least = p.units / (int)blocks;
+    p.more = p.units % (int)blocks;
+    p.in_turns = p.least / GRAIN * GRAIN;
     p.stages = (int)stages;
-    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)3), stages);
+    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
     cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), THREADS,
                 std::max(shared, least), p);
 }
@@ -247,6 +249,7 @@ stream normed(const struct engine *e, const void *W, const float *gamma) {
     p.x = place_of_x(e, b->pending.moved);
     p.gamma = gamma;
     p.K = e->config->width;
+    p.inverse_K = 1.0f / (float)p.K;
     p.eps = e->config->norm_eps;
     if (!b->pending.product) return p;
     p.added = b->pending.product;

@@ -9,7 +9,15 @@
 
 namespace {
 
-enum { WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, MAX_STAGES = 32 };
+enum {
+    WARPS = 8,
+    CONSUMERS = WARPS * 32,
+    THREADS = CONSUMERS + 32,
+    MAX_STAGES = 32,
+    GRAIN = 2,  /* units (unit_of_block) */
+    SUMMED = 1, /* named barriers: sums, and the norm's factor, are written | read */
+    SQUARED     /* squares[] is written | read */
+};
 enum mode { QKV, PROJECT, GATE_UP, STORE };
 
 struct stream {
@@ -29,9 +37,11 @@ struct stream {
     int parts;
     bool gelu;
     int K, units, stages; /* a unit is a row, or a pair of rows: RoPE's, or gate and up */
+    int least, more;      /* units of a block; blocks that have one more */
+    int in_turns;         /* of a block's units: those in whole grains (unit_of_block) */
     int in_flight;        /* stages asked for and not landed, at most */
     int partner;          /* GATE_UP: rows from gate to up, F */
-    float eps;
+    float eps, inverse_K; /* 1 / K */
     /* QKV */
     struct heads heads; /* of row 0 */
 };
@@ -50,53 +60,67 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 /* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
  * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, or one with 104
  * and one with 64; one with 168. */
-template <class F, bool AFTER> constexpr int registers() {
+template <mode M, class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 10) return 168;
     if (F::VECTORS > 7) return AFTER ? 112 : 104; /* 104 would spill */
-    if (AFTER && F::VECTORS < 5) return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
+    if (AFTER && M != PROJECT && F::VECTORS < 5)
+        return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
     if (F::VECTORS > 4) return 80;
     if (F::SLICES < 8 || (F::VECTORS == 2 && F::ROWS == 4)) return 72;
-    return F::VECTORS > 2 ? 64 : 56;
+    return M == QKV && F::VECTORS > 3 ? 72 : 64;
 }
 
 /* ---- units and rows ---- */
 
 template <mode M> constexpr int rows_of_unit = M == QKV || M == GATE_UP ? 2 : 1;
 
+/* The unit that is a block's u-th. Blocks take GRAIN neighbours in turn, and what is left one by one, so that
+ * all of them read one region of W as it passes: memory answers that 1 to 2 % faster than as many streams far
+ * apart. */
+__device__ __forceinline__ int unit_of_block(const stream &p, unsigned u) {
+    const unsigned turn = u / GRAIN * gridDim.x + blockIdx.x;
+    return (int)((int)u < p.in_turns ? turn * GRAIN + u % GRAIN : u * gridDim.x + blockIdx.x);
+}
+
 /* The row of W that is a unit's first or second. In QKV a unit is two dimensions of a head that
  * turn together, j and j + half; dimensions that do not turn pair up with a neighbour. */
-template <mode M> __device__ __forceinline__ size_t row_of(const stream &p, int unit, int which) {
-    if (M == GATE_UP) return (size_t)unit + (size_t)which * p.partner;
+template <mode M> __device__ __forceinline__ unsigned row_of(const stream &p, int unit, int which) {
+    if (M == GATE_UP) return (unsigned)(unit + which * p.partner);
     if (M == QKV) {
         const heads &h = p.heads;
         const int head = unit / (h.D / 2), j = unit % (h.D / 2);
-        return (size_t)head * h.D + (j < h.half ? j + which * h.half : 2 * j + which);
+        return (unsigned)(head * h.D + (j < h.half ? j + which * h.half : 2 * j + which));
     }
-    return (size_t)unit;
+    return (unsigned)unit;
 }
 
 /* ---- the producer ---- */
 
-/* Copies this block's rows, stage after stage; a lane takes one row of a stage. */
+/* Copies this block's rows, stage after stage; a lane takes one row of a stage. Where it lies is worked out
+ * before the waits, after which a copy should be asked for at once. Bytes may come before they are expected:
+ * the arrival that expects them is still missing. */
 template <mode M, class F>
-__device__ void produce(const stream &p, char *ring, uint64_t *full, uint64_t *empty,
-                        int first_unit, int rows) {
+__device__ __forceinline__ void produce(const stream &p, char *ring, uint64_t *full,
+                                        uint64_t *empty, int rows) {
     constexpr int U = rows_of_unit<M>;
-    const int lane = threadIdx.x % 32, stages = (rows + F::STAGE - 1) / F::STAGE;
+    const int lane = threadIdx.x % 32;
     const uint32_t row_bytes = (uint32_t)p.K * 2;
-    for (int i = 0, s = 0, parity = 1, landed = 0, landed_parity = 0; i < stages; i++) {
+    int s = 0, parity = 1, landed = 0, landed_parity = 0;
+#pragma unroll 1
+    for (int i = 0; i * F::STAGE < rows; i++) {
+        const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
+        const bf16 *from =
+            p.W + (size_t)row_of<M>(p, unit_of_block(p, row / U), row % U) * (unsigned)p.K;
+        uint32_t barrier = shared_address(&full[s]);
+        uint32_t to = shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes;
+        asm volatile("" : "+l"(from), "+r"(to), "+r"(barrier)); /* not after the waits */
         if (i >= p.stages) barrier_wait(shared_address(&empty[s]), parity);
         if (i >= p.in_flight) { /* more would queue ahead of the chain's activations */
             barrier_wait(shared_address(&full[landed]), landed_parity);
             if (++landed == p.stages) landed = 0, landed_parity ^= 1;
         }
-        const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
-        const uint32_t barrier = shared_address(&full[s]);
         if (lane == 0) barrier_expect(barrier, (uint32_t)count * row_bytes);
-        __syncwarp(); /* the bytes are expected | copied */
-        if (lane < count)
-            copy_bulk(shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes,
-                      p.W + row_of<M>(p, first_unit + row / U, row % U) * p.K, row_bytes, barrier);
+        if (lane < count) copy_bulk(to, from, row_bytes, barrier);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
@@ -153,7 +177,7 @@ __device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream 
         added[v] = load_eight(p.added, chunk_of<F>(v, p.K, &valid));
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += part[i];
-    const float factor = rsqrtf(warp_sum(sum) / (float)p.K + p.eps);
+    const float factor = rsqrtf(warp_sum(sum) * p.inverse_K + p.eps);
     const bool keeps = blockIdx.x == 0 && threadIdx.x / 32 < F::SLICES; /* others have the same */
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
@@ -164,7 +188,7 @@ __device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream 
     }
 }
 
-/* x gamma, rounded to bf16; the partial sum of squares of x goes to squares[warp]. What does not depend on
+/* x gamma, rounded to bf16; this lane's sum of squares of x goes to squares[thread]. What does not depend on
  * other kernels is there before the wait. AFTER: x is what the norm after a product makes of it. */
 template <class F, bool AFTER>
 __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
@@ -196,8 +220,21 @@ __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, floa
             in.x[v * 4 + i / 2] = valid ? pair : 0;
         }
     }
+    squares[threadIdx.x] = sum;
+    named_arrive(SQUARED, THREADS);
+}
+
+/* The factor of the norm, found by the producer's warp while the others work: squares[] of SLICES warps are
+ * those of x. */
+template <class F>
+__device__ __forceinline__ void find_factor(const stream &p, const float *squares, float *factor) {
+    float sum = 0;
+    named_barrier(SQUARED, THREADS);
+#pragma unroll
+    for (int i = 0; i < F::SLICES; i++) sum += squares[i * 32 + (int)threadIdx.x % 32];
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) *factor = p.gamma ? rsqrtf(sum * p.inverse_K + p.eps) : 1.0f;
+    named_barrier(SUMMED, THREADS);
 }
 
 template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, const stream &p) {
@@ -271,7 +308,7 @@ __device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
     if (seen != 0) barrier_arrive(shared_address(empty));
 }
 
-/* Every row of the block against the inputs: partial[slice][row]. The sums of a stage are added up
+/* Every row of the block against the inputs: partial[row][slice]. The sums of a stage are added up
  * while the weights of the next one are on their way from shared memory. */
 template <class F>
 __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
@@ -285,7 +322,7 @@ __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, co
     int row = first - F::STAGE + part; /* of the stage before: whose sum this lane holds */
     auto store = [&] {
         const float sum = fold<F>(sums);
-        if (holds_sum && row < rows) partial[slice * rows + row] = sum;
+        if (holds_sum && row < rows) partial[row * F::SLICES + slice] = sum;
     };
 #pragma unroll 1
     for (int i = 0, s = 0, parity = 0; i * F::STAGE < rows; i++, row += F::STAGE) {
