@@ -35,7 +35,7 @@ template <> struct ahead<QKV> {
         const int unit = unit_of_block(p, (unsigned)u), head = unit / (h.D / 2),
                   j = unit % (h.D / 2);
         const bool query = head < h.H, value = head >= h.H + h.G, pairs = j < h.half;
-        const int dimension = pairs ? j : 2 * j;
+        const int dimension = pairs ? j : 2 * j; /* as in row_of, which would divide once more */
         first = head * h.D + dimension;
         apart = pairs ? h.half : 1;
         turns = pairs && h.rope && !value;
@@ -84,6 +84,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
     constexpr int U = rows_of_unit<M>;
     constexpr bool SQUARES = M == PROJECT && AFTER;
     constexpr int TOGETHER = SQUARES ? 32 : CONSUMERS;
+    if (threadIdx.x >= TOGETHER) return;
     float squares_left = 0;
 #pragma unroll 1
     for (int u = threadIdx.x; u < units; u += TOGETHER) {
@@ -96,7 +97,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
         if constexpr (M == GATE_UP)
             p.h[own.unit] = __float2bfloat16_rn(activate(sum[0], p.gelu) * sum[1]);
         if constexpr (M == STORE) p.y[own.unit] = sum[0];
-        squares_left += sum[0] * sum[0];
+        if (SQUARES) squares_left += sum[0] * sum[0];
     }
     if (!SQUARES) return;
     squares_left = warp_sum(squares_left);
@@ -109,14 +110,15 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           h = act(gate) up (GATE_UP), nothing (STORE: logits). AFTER: of a model with norms after its
  *           products, which struct stream explains.
  * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
- * Owners    a block every so many-th GRAIN units. Eight warps consume: a lane keeps inputs in registers
+ * Owners    a block the units of unit_of_block. Eight warps consume: a lane keeps inputs in registers
  *           and reads every weight once, 16 bytes at a time. The ninth warp produces, and finds the factor
  *           of the norm.
  * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
  * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 91 % of what reading
  *           memory does on an H200.
  * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the
- *           parts, over the slices. The norm's factor is applied to the finished sums.
+ *           parts, over the slices. The norm's factor is applied to the finished sums; its
+ *           sum of squares is added up by thread, over the slices, by warp; PROJECT's by warp, over blocks.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all threads have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. SQUARED: squares[] is written | the
  *           producer reads it. SUMMED: partial[] and the factor are written | read by other threads.
@@ -155,7 +157,6 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
     if (threadIdx.x < units) ahead.load(p, threadIdx.x);
     consume<F>(in, p, ring, full, empty, partial, units * U);
     named_barrier(SUMMED, M == PROJECT ? CONSUMERS : THREADS);
-    if (M == PROJECT && AFTER && threadIdx.x >= 32) return;
     finish<M, F, AFTER>(p, partial, M == PROJECT ? 1.0f : factor, units, ahead);
 }
 

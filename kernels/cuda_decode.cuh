@@ -62,7 +62,7 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
  * and one with 64; one with 168. */
 template <mode M, class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 10) return 168;
-    if (F::VECTORS > 7) return AFTER ? 112 : 104; /* 104 would spill */
+    if (F::VECTORS > 7) return 104;
     if (AFTER && M != PROJECT && F::VECTORS < 5)
         return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
     if (F::VECTORS > 4) return 80;
@@ -75,7 +75,7 @@ template <mode M, class F, bool AFTER> constexpr int registers() {
 template <mode M> constexpr int rows_of_unit = M == QKV || M == GATE_UP ? 2 : 1;
 
 /* The unit that is a block's u-th. Blocks take GRAIN neighbours in turn, and what is left one by one, so that
- * all of them read one region of W as it passes: memory answers that 1 to 2 % faster than as many streams far
+ * all of them read one region of W as it passes: memory answers that 0.5 to 2 % faster than as many streams far
  * apart. */
 __device__ __forceinline__ int unit_of_block(const stream &p, unsigned u) {
     const unsigned turn = u / GRAIN * gridDim.x + blockIdx.x;
