@@ -33,10 +33,12 @@ static bool has_wgmma(const struct engine *e) {
 }
 
 /* Whether whoever writes x prepares the norm of the product after it, since all products of the
- * step are cuda_matmul_hopper's, which takes every width of a model. A norm's kernel would cost
- * a stream of weights 3 us, and a prompt 2 % for x once more through memory. LayerNorms have one. */
+ * step are cuda_decode's, or cuda_matmul_hopper's, which takes every width of a model. A norm's kernel would
+ * cost a stream of weights 3 us, and a prompt 2 % for x once more through memory. LayerNorms have one. One row
+ * with a norm after a product goes another way (cuda_decode.cu). */
 static bool prepares(const struct engine *e, int T) {
-    return has_wgmma(e) && !streams(e, T) && e->config->norm == RMS_NORM;
+    if (streams(e, T)) return e->config->norm_placement == NORM_BEFORE;
+    return has_wgmma(e) && e->config->norm == RMS_NORM;
 }
 
 static void multiply(const struct engine *e, const struct product *p) {
@@ -93,9 +95,9 @@ static struct prepared prepare(struct engine *e, int T, const float *gamma) {
     if (!prepares(e, T)) return next;
     next.gamma = b->normed.gamma = gamma;
     next.in = engine_region(e, REGION_PANELS);
-    next.squares = (float *)engine_region(e, REGION_SQUARES);
+    next.squares = streams(e, T) ? NULL : (float *)engine_region(e, REGION_SQUARES);
     b->normed.rows = T;
-    b->normed.parts = 1;
+    b->normed.parts = next.squares ? 1 : 0;
     b->normed.stride = cuda_squares_stride(T);
     return next;
 }
@@ -212,7 +214,7 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     const bool out = which == ATTENTION_OUT;
     b->normed.rows = 0;
     if (streams(e, rows.count)) {
-        cuda_decode_project(e, layer, which);
+        cuda_decode_project(e, layer, which, norm_after(e, layer, which));
         return;
     }
     struct product p = {};

@@ -23,7 +23,8 @@ struct cuda_backend {
     bool rows_set;              /* by the host since the last draw */
     int32_t *slots, *positions; /* [chunk], the rows' numbers on their way to the device */
     /* What the kernel that last wrote x has left in REGION_PANELS and REGION_SQUARES for the
-     * product after it: x times the weights of this norm, and sums of squares in so many parts. */
+     * product after it: x times the weights of this norm, and sums of squares in so many parts (0: the
+     * product finds the sum). */
     struct {
         const float *gamma;      /* NULL: x itself, no norm comes before the product */
         int rows, parts, stride; /* rows 0: nothing; stride: from one part to the next */
@@ -219,7 +220,8 @@ void cuda_matvec(struct cuda_backend *b, const struct product *p);
 /* Whether they take a model: its widths, norms, biases and activation. */
 bool cuda_decode_takes(const struct config *c);
 void cuda_decode_qkv(struct engine *e, int layer);
-void cuda_decode_project(struct engine *e, int layer, enum projection which);
+/* next: the weights of the norm that follows, f32 [C], where no norm comes after the product. */
+void cuda_decode_project(struct engine *e, int layer, enum projection which, const float *next);
 void cuda_decode_gate_up(struct engine *e, int layer);
 void cuda_decode_classify(struct engine *e);
 /* Does what is pending, for who looks between two operators. */
@@ -243,7 +245,7 @@ void cuda_norm(struct engine *e, struct norm_weights norm, int first, int count)
 struct prepared {
     const float *gamma; /* f32 [C]; NULL: x itself */
     void *in;           /* m [T, C]; NULL: nothing is prepared */
-    float *squares;     /* f32 [T] */
+    float *squares;     /* f32 [T]; NULL: the product finds them */
 };
 
 /* x = embeddings, and REGION_ROPE. */

@@ -13,24 +13,28 @@ namespace {
 
 /* ---- what follows a product ---- */
 
-/* What a thread needs beside the product for a unit. For its first one it is asked for before the stream is
- * awaited, and so is where the result goes: hardly anything is left to do once the sums are there. */
-template <mode M> struct ahead {
+/* What a thread needs beside the product for a unit: locate() goes before the wait, load() after it. Of its
+ * first unit both are there before the stream: hardly anything is left to do once the sums are there. */
+template <mode M, bool AFTER> struct ahead {
+    static constexpr bool ADDS = M == PROJECT && !AFTER;
     int unit;
-    float residual; /* PROJECT */
-    __device__ __forceinline__ void load(const stream &p, int u) {
+    float residual, gamma; /* ADDS */
+    __device__ __forceinline__ void locate(const stream &p, int u) {
         unit = unit_of_block(p, (unsigned)u);
-        if (M == PROJECT) residual = p.residual ? __ldcg(p.residual + unit) : 0.0f;
+        if (ADDS) gamma = __ldcg(p.next_gamma + unit);
+    }
+    __device__ __forceinline__ void load(const stream &p) {
+        if (ADDS) residual = __ldcg(p.y + unit);
     }
 };
 
 /* Of a pair of dimensions of a head. */
-template <> struct ahead<QKV> {
+template <bool AFTER> struct ahead<QKV, AFTER> {
     float cosine, sine, bias[2];
-    int first, apart; /* the first one of all heads'; from there to the second */
-    bf16 *to;         /* q's first, or k's or v's in the cache; NULL: attention finishes it */
-    bool turns;
-    __device__ __forceinline__ void load(const stream &p, int u) {
+    int first, apart;   /* the first one of all heads'; from there to the second */
+    bf16 *to;           /* q's first, or k's or v's in the cache; NULL: attention finishes it */
+    const float *turns; /* its cosine; NULL: it does not turn */
+    __device__ __forceinline__ void locate(const stream &p, int u) {
         const heads &h = p.heads;
         const int unit = unit_of_block(p, (unsigned)u), head = unit / (h.D / 2),
                   j = unit % (h.D / 2);
@@ -38,17 +42,19 @@ template <> struct ahead<QKV> {
         const int dimension = pairs ? j : 2 * j; /* as in row_of, which would divide once more */
         first = head * h.D + dimension;
         apart = pairs ? h.half : 1;
-        turns = pairs && h.rope && !value;
-        cosine = turns ? __ldcg(h.rope + j) : 1.0f;
-        sine = turns ? __ldcg(h.rope + h.half + j) : 0.0f;
-        bias[0] = h.bias ? __ldg(h.bias + first) : 0.0f;
-        bias[1] = h.bias ? __ldg(h.bias + first + apart) : 0.0f;
+        turns = pairs && h.rope && !value ? h.rope + j : NULL;
+        bias[0] = h.bias ? __ldcg(h.bias + first) : 0.0f;
+        bias[1] = h.bias ? __ldcg(h.bias + first + apart) : 0.0f;
         const int g = head - h.H - (value ? h.G : 0);
         const int place =
             (__ldcg(h.slots) * h.G + g) * h.R + place_in_ring(__ldcg(h.positions), h.R);
         to = query ? (bf16 *)h.q + first
                    : (bf16 *)(value ? h.values : h.keys) + (size_t)place * h.D + dimension;
         if (h.raw && !value) to = NULL;
+    }
+    __device__ __forceinline__ void load(const stream &p) {
+        cosine = turns ? __ldcg(turns) : 1.0f;
+        sine = turns ? __ldcg(turns + p.heads.half) : 0.0f;
     }
     __device__ __forceinline__ void finish(const stream &p, float a, float b) const {
         a += bias[0];
@@ -80,7 +86,7 @@ template <class F> __device__ __forceinline__ float sum_of_slices(const float *p
 /* What the sums become. A product whose sum of squares is wanted is left to one warp, which has it soonest. */
 template <mode M, class F, bool AFTER>
 __device__ __forceinline__ void finish(const stream &p, const float *partial, float factor,
-                                       int units, const ahead<M> &first) {
+                                       int units, const ahead<M, AFTER> &first) {
     constexpr int U = rows_of_unit<M>;
     constexpr bool SQUARES = M == PROJECT && AFTER;
     constexpr int TOGETHER = SQUARES ? 32 : CONSUMERS;
@@ -90,10 +96,16 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
     for (int u = threadIdx.x; u < units; u += TOGETHER) {
         float sum[2] = {0, 0};
         for (int r = 0; r < U; r++) sum[r] = factor * sum_of_slices<F>(partial, u * U + r);
-        ahead<M> own = first;
-        if (u >= TOGETHER) own.load(p, u);
+        ahead<M, AFTER> own = first;
+        if (u >= TOGETHER) own.locate(p, u), own.load(p);
         if constexpr (M == QKV) own.finish(p, sum[0], sum[1]);
-        if constexpr (M == PROJECT) p.y[own.unit] = own.residual + sum[0];
+        if constexpr (M == PROJECT) {
+            /* Of long sums it is found anew: registers are short. */
+            const int unit = F::VECTORS > 6 ? unit_of_block(p, (unsigned)u) : own.unit;
+            const float y = AFTER ? sum[0] : own.residual + sum[0];
+            p.y[unit] = y;
+            if (!AFTER) p.next[unit] = __float2bfloat16_rn(y * own.gamma);
+        }
         if constexpr (M == GATE_UP)
             p.h[own.unit] = __float2bfloat16_rn(activate(sum[0], p.gelu) * sum[1]);
         if constexpr (M == STORE) p.y[own.unit] = sum[0];
@@ -111,25 +123,26 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           products, which struct stream explains.
  * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
  * Owners    a block the units of unit_of_block. Eight warps consume: a lane keeps inputs in registers
- *           and reads every weight once, 16 bytes at a time. The ninth warp produces, and finds the factor
- *           of the norm.
+ *           and reads every weight once, 16 bytes at a time. The ninth warp produces, a tenth finds the
+ *           factor of the norm.
  * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
  * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 91 % of what reading
  *           memory does on an H200.
  * Numerics  inputs rounded to bf16, products exact, f32 sums in a fixed order: by part, over the
- *           parts, over the slices. The norm's factor is applied to the finished sums; its
- *           sum of squares is added up by thread, over the slices, by warp; PROJECT's by warp, over blocks.
+ *           parts, over the slices. The norm's factor is applied to the finished sums; its sum of squares
+ *           is added up by thread, AFTER over the slices, by warp; PROJECT's by warp, over blocks.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all threads have read it | it is
- *           overwritten. First __syncthreads: barriers are ready | used. SQUARED: squares[] is written | the
- *           producer reads it. SUMMED: partial[] and the factor are written | read by other threads.
- * Order     weights, and the norm's, are asked for before the wait, everything else after it.
+ *           overwritten. First __syncthreads: barriers are ready | used. squared, AFTER: squares[] is
+ *           written | the tenth warp reads it. SUMMED: partial[] and the factor are written | read by
+ *           other threads.
+ * Order     weights, the norms', slots and positions are asked for before the wait, all else after it.
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
  *           as many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F, bool AFTER>
 __global__ void __maxnreg__((registers<M, F, AFTER>()))
     decode_kernel(const __grid_constant__ stream p) {
     extern __shared__ __align__(128) char ring[];
-    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES], squared;
     __shared__ float squares[CONSUMERS], factor;
     constexpr int U = rows_of_unit<M>;
     float *partial = (float *)(ring + (size_t)p.stages * F::STAGE * p.K * 2);
@@ -140,23 +153,28 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
             barrier_init(shared_address(&full[s]), 1);
             barrier_init(shared_address(&empty[s]), CONSUMERS);
         }
+        barrier_init(shared_address(&squared), CONSUMERS);
         barriers_ready();
     }
     __syncthreads();
+    if (M != PROJECT && threadIdx.x >= NORMING) {
+        find_factor<F, AFTER>(p, squares, &squared, &factor);
+        return;
+    }
     if (threadIdx.x >= CONSUMERS) {
         produce<M, F>(p, ring, full, empty, units * U);
-        if (M != PROJECT) find_factor<F>(p, squares, &factor);
         return;
     }
     inputs<F> in;
-    if (M == PROJECT)
-        load_plain<F>(in, p);
+    ahead<M, AFTER> ahead = {};
+    if (threadIdx.x < units) ahead.locate(p, threadIdx.x);
+    if (M != PROJECT && AFTER)
+        load_normed<F>(in, p, squares, &squared);
     else
-        load_normed<F, AFTER>(in, p, squares);
-    ahead<M> ahead = {};
-    if (threadIdx.x < units) ahead.load(p, threadIdx.x);
+        load_plain<F>(in, p);
+    if (threadIdx.x < units) ahead.load(p);
     consume<F>(in, p, ring, full, empty, partial, units * U);
-    named_barrier(SUMMED, M == PROJECT ? CONSUMERS : THREADS);
+    named_barrier(SUMMED, M == PROJECT ? CONSUMERS : NORMING);
     finish<M, F, AFTER>(p, partial, M == PROJECT ? 1.0f : factor, units, ahead);
 }
 
@@ -187,7 +205,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     const size_t stages = std::min(std::max(ring / stage, (size_t)3), (size_t)MAX_STAGES);
     size_t blocks = 0, shared;
     do { /* several blocks a multiprocessor, where the sums of a huge vocabulary need the room */
-        blocks += (size_t)b->multiprocessors;
+        blocks = std::min(blocks + (size_t)b->multiprocessors, (size_t)p.units);
         const size_t rows = ((size_t)p.units + blocks - 1) / blocks * rows_of_unit<M>;
         shared = stages * stage + rows * F::SLICES * sizeof(float);
     } while (shared > (size_t)b->shared_bytes - STATIC_SHARED);
@@ -196,22 +214,24 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     p.in_turns = p.least / GRAIN * GRAIN;
     p.stages = (int)stages;
     p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
-    cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), THREADS,
+    cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), threads<M>,
                 std::max(shared, least), p);
 }
 
-/* The form by K. Slices: few for short rows, whose lanes would idle; after a norm four at least, or each
- * lane had more inputs to read before it can begin. Rows: stages of some 16 KB; a stage takes 0.15 us to
- * read, so that of few rows larger ones are done sooner (down of Qwen3-0.6B: 1 % of a step). */
+/* The form by K. Slices: few for short rows, whose lanes would idle; four at least where lanes have x and its
+ * norms to find, or each had more of that to do before it can begin. Rows: stages of some 16 KB; a stage takes
+ * 0.15 us to read, so that of few rows larger ones are done sooner (down of Qwen3-0.6B: 1 % of a step). QKV has
+ * small ones, so that attention and the product after it find room beside it. */
 template <mode M, bool AFTER>
 void launch(struct cuda_backend *b, const stream &p, size_t ring, size_t least) {
-    if constexpr (M == PROJECT) {
+    if constexpr (M == PROJECT || (M != QKV && !AFTER)) {
         if (p.K <= 1024) return launch_form<M, AFTER, form<2, 2, 4, 2>>(b, p, ring, least);
         if (p.K <= 1536) return launch_form<M, AFTER, form<2, 3, 2>>(b, p, ring, least);
         if (p.K > 2048 && p.K <= 3072)
             return launch_form<M, AFTER, form<8, 2, 4>>(b, p, ring, least);
+    } else if (p.K <= 1024) {
+        return launch_form<M, AFTER, form<4, 1, 4>>(b, p, ring, least);
     }
-    if (p.K <= 1024) return launch_form<M, AFTER, form<4, 1, 4>>(b, p, ring, least);
     if (p.K <= 2048) return launch_form<M, AFTER, form<8, 1, 4>>(b, p, ring, least);
     if (p.K <= 4096) return launch_form<M, AFTER, form<8, 2, 2>>(b, p, ring, least);
     if (p.K <= 6144) return launch_form<M, AFTER, form<8, 3, 1>>(b, p, ring, least);
@@ -242,11 +262,18 @@ float *place_of_x(const struct engine *e, bool moved) {
     return (float *)engine_region(e, moved ? REGION_PANELS : REGION_X);
 }
 
-/* The input of a product after a norm. */
-stream normed(const struct engine *e, const void *W, const float *gamma) {
+/* The input of a product after a norm. Without norms after products whoever wrote x has prepared it, or it
+ * is done here. */
+stream normed(struct engine *e, const void *W, const float *gamma) {
     struct cuda_backend *b = backend_of(e);
     stream p = {};
+    const bool ready = has_norms_after(e) || (b->normed.rows == 1 && b->normed.gamma == gamma);
+    if (!ready) {
+        b->normed.rows = 0; /* of REGION_PANELS */
+        cuda_norm(e, {gamma, NULL}, 0, 1);
+    }
     p.W = (const bf16 *)W;
+    p.in = (const bf16 *)engine_region(e, REGION_PANELS);
     p.x = place_of_x(e, b->pending.moved);
     p.gamma = gamma;
     p.K = e->config->width;
@@ -256,7 +283,7 @@ stream normed(const struct engine *e, const void *W, const float *gamma) {
     p.added = b->pending.product;
     p.after = b->pending.gamma;
     p.squares = (const float *)engine_region(e, REGION_SQUARES);
-    p.parts = b->multiprocessors;
+    p.parts = std::min(b->multiprocessors, p.K); /* blocks of PROJECT */
     p.x_after = place_of_x(e, !b->pending.moved);
     b->pending.product = NULL;
     b->pending.moved = !b->pending.moved;
@@ -292,22 +319,26 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     cuda_finish_heads(e, layer, (struct rows){1, 0});
 }
 
-void cuda_decode_project(struct engine *e, int layer, enum projection which) {
+void cuda_decode_project(struct engine *e, int layer, enum projection which, const float *next) {
     const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[layer];
     const bool out = which == ATTENTION_OUT;
     stream p = {};
     p.W = (const bf16 *)(out ? w->out : w->down);
     p.in = (const bf16 *)engine_region(e, out ? REGION_A : REGION_H);
-    p.residual = p.y = (float *)engine_region(e, REGION_X);
     p.K = out ? c->heads * c->head_dim : c->ffn;
     p.units = c->width;
     if (has_norms_after(e)) {
-        p.residual = NULL;
         p.y = place_of_x(e, true) + c->width;
         p.squares_left = (float *)engine_region(e, REGION_SQUARES);
         backend_of(e)->pending.product = p.y;
         backend_of(e)->pending.gamma = out ? w->after_attention : w->after_ffn;
+    } else {
+        p.y = (float *)engine_region(e, REGION_X);
+        p.next = (bf16 *)engine_region(e, REGION_PANELS);
+        p.next_gamma = backend_of(e)->normed.gamma = next;
+        backend_of(e)->normed.rows = 1;
+        backend_of(e)->normed.parts = 0; /* the next kernel finds the factor */
     }
     launch<PROJECT>(e, p, out ? (size_t)RING_OUT : (size_t)RING_DOWN, out ? (size_t)LEAST_OUT : 0);
 }

@@ -12,25 +12,28 @@ namespace {
 enum {
     WARPS = 8,
     CONSUMERS = WARPS * 32,
-    THREADS = CONSUMERS + 32,
+    NORMING = CONSUMERS + 32, /* with the producer, or with the warp that finds the norm's factor */
     MAX_STAGES = 32,
-    GRAIN = 2,  /* units (unit_of_block) */
-    SUMMED = 1, /* named barriers: sums, and the norm's factor, are written | read */
-    SQUARED     /* squares[] is written | read */
+    GRAIN = 2, /* units (unit_of_block) */
+    SUMMED = 1 /* named barrier: sums, and the norm's factor, are written | read */
 };
 enum mode { QKV, PROJECT, GATE_UP, STORE };
+template <mode M> constexpr int threads = M == PROJECT ? NORMING : NORMING + 32;
 
 struct stream {
-    const bf16 *W;         /* [rows, K] */
-    const float *x;        /* f32 [K], with norm: QKV, GATE_UP, STORE */
-    const float *gamma;    /* f32 [K]; NULL: no norm */
-    const bf16 *in;        /* [K]: PROJECT */
-    float *y;              /* f32 [rows]: PROJECT, STORE */
-    const float *residual; /* f32 [rows]: PROJECT, y = residual + product; NULL: y = product */
-    bf16 *h;               /* [F]: GATE_UP */
-    /* A norm after a product. PROJECT leaves the sum of squares of y in parts, of a block each. The next
-     * kernel adds: x_after = x + RMSNorm(added), and that is its x. added NULL: nothing to add. */
-    float *squares_left;        /* f32 [blocks]; NULL: none */
+    const bf16 *W;      /* [rows, K] */
+    const bf16 *in;     /* [K]: PROJECT's, the others' x gamma; but not theirs AFTER a norm */
+    const float *x;     /* f32 [K]: QKV, GATE_UP, STORE */
+    const float *gamma; /* f32 [K]: of the norm of x; NULL: none */
+    float *y;           /* f32 [rows]: PROJECT, STORE */
+    bf16 *h;            /* [F]: GATE_UP */
+    /* PROJECT without norms after products: y += product, and the next kernel's in, y next_gamma. */
+    const float *next_gamma; /* f32 [rows] */
+    bf16 *next;              /* [rows] */
+    /* AFTER, a model with norms after products. PROJECT: y = product, whose sum of squares it leaves in parts,
+     * of a block each. The next kernel adds: x_after = x + RMSNorm(added), and that is its x. added NULL:
+     * nothing to add. */
+    float *squares_left;        /* f32 [blocks] */
     const float *added, *after; /* f32 [K], the product and the norm's weights */
     const float *squares;       /* f32 [parts] */
     float *x_after;             /* f32 [K] */
@@ -58,14 +61,14 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 };
 
 /* Of a thread. A scheduler has 16384 registers, and three warps of each block: two blocks of the
- * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, or one with 104
- * and one with 64; one with 168. */
+ * chain and one of attention (128 registers, one warp) fit with 64, the two alone with 80, with 96 and 72, or
+ * 104 and 64; one with 168. */
 template <mode M, class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 10) return 168;
     if (F::VECTORS > 7) return 104;
     if (AFTER && M != PROJECT && F::VECTORS < 5)
-        return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 88 : 72;
-    if (F::VECTORS > 4) return 80;
+        return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 96 : 72;
+    if (F::VECTORS > 4) return F::VECTORS > 5 ? 80 : 72;
     if (F::SLICES < 8 || (F::VECTORS == 2 && F::ROWS == 4)) return 72;
     return M == QKV && F::VECTORS > 3 ? 72 : 64;
 }
@@ -153,30 +156,42 @@ __device__ __forceinline__ eight load_eight(const float *from, int chunk) {
     const float4 *at = (const float4 *)from + chunk * 2;
     return {__ldcg(at), __ldcg(at + 1)};
 }
+/* The product is there before the factor. */
 __device__ __forceinline__ void add_scaled(float4 &to, float factor, float4 x, float4 weights) {
-    to.x += x.x * factor * weights.x, to.y += x.y * factor * weights.y;
-    to.z += x.z * factor * weights.z, to.w += x.w * factor * weights.w;
+    to.x += factor * (x.x * weights.x), to.y += factor * (x.y * weights.y);
+    to.z += factor * (x.z * weights.z), to.w += factor * (x.w * weights.w);
 }
+
+/* Of a lane, parts of a product's sum of squares: every 32nd. Where they are is known before the wait. */
+struct parts {
+    const float *first;
+    int left; /* from the first on */
+    __device__ __forceinline__ parts(const stream &p) {
+        first = p.squares + threadIdx.x % 32;
+        left = p.parts - (int)threadIdx.x % 32;
+        asm volatile("" : "+l"(first), "+r"(left)); /* not after the wait */
+    }
+};
 
 /* x += RMSNorm of the product before, whose sum of squares every warp adds up from its parts. Block 0 keeps
  * the new x. after: the norm's weights. */
 template <class F>
 __device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream &p,
-                                           const eight (&after)[F::VECTORS]) {
-    constexpr int PARTS = CUDA_SQUARES / 32; /* of a lane */
+                                           const parts &parts, const eight (&after)[F::VECTORS]) {
+    constexpr int AT_ONCE = 5; /* of 160 multiprocessors */
     eight added[F::VECTORS];
-    float part[PARTS], sum = 0;
+    float part[AT_ONCE], sum = 0;
     bool valid;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-        const int index = i * 32 + (int)threadIdx.x % 32;
-        part[i] = index < p.parts ? __ldcg(p.squares + index) : 0.0f;
-    }
+    for (int i = 0; i < AT_ONCE; i++)
+        part[i] = 32 * i < parts.left ? __ldcg(parts.first + 32 * i) : 0.0f;
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++)
         added[v] = load_eight(p.added, chunk_of<F>(v, p.K, &valid));
+#pragma unroll 1
+    for (int i = 32 * AT_ONCE; i < parts.left; i += 32) sum += __ldcg(parts.first + i);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += part[i];
+    for (int i = 0; i < AT_ONCE; i++) sum += part[i];
     const float factor = rsqrtf(warp_sum(sum) * p.inverse_K + p.eps);
     const bool keeps = blockIdx.x == 0 && threadIdx.x / 32 < F::SLICES; /* others have the same */
 #pragma unroll
@@ -188,30 +203,30 @@ __device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream 
     }
 }
 
-/* x gamma, rounded to bf16; this lane's sum of squares of x goes to squares[thread]. What does not depend on
- * other kernels is there before the wait. AFTER: x is what the norm after a product makes of it. */
-template <class F, bool AFTER>
-__device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares) {
+/* x gamma, rounded to bf16, where x is what the norm after a product makes of it; this lane's sum of squares of
+ * x goes to squares[thread]. What does not depend on other kernels is there before the wait. */
+template <class F>
+__device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, float *squares,
+                                            uint64_t *squared) {
     eight gamma[F::VECTORS], after[F::VECTORS], x[F::VECTORS];
-    constexpr bool EARLY = !AFTER || F::VECTORS < 3; /* else registers are short */
+    constexpr bool EARLY = F::VECTORS < 3; /* else registers are short */
     const eight ones = {{1, 1, 1, 1}, {1, 1, 1, 1}};
     float sum = 0;
     bool valid;
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
         const int chunk = chunk_of<F>(v, p.K, &valid);
-        if (EARLY) gamma[v] = !AFTER || p.gamma ? load_eight(p.gamma, chunk) : ones;
-        if (AFTER && p.added) after[v] = load_eight(p.after, chunk);
+        if (EARLY) gamma[v] = p.gamma ? load_eight(p.gamma, chunk) : ones;
+        if (p.added) after[v] = load_eight(p.after, chunk);
     }
+    const parts parts(p);
     wait_for_inputs();
 #pragma unroll
-    for (int v = 0; AFTER && v < F::VECTORS; v++)
-        x[v] = load_eight(p.x, chunk_of<F>(v, p.K, &valid));
-    if (AFTER && p.added) add_normed<F>(x, p, after);
+    for (int v = 0; v < F::VECTORS; v++) x[v] = load_eight(p.x, chunk_of<F>(v, p.K, &valid));
+    if (p.added) add_normed<F>(x, p, parts, after);
 #pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
         const int chunk = chunk_of<F>(v, p.K, &valid);
-        if (!AFTER) x[v] = load_eight(p.x, chunk);
         if (!EARLY) gamma[v] = p.gamma ? load_eight(p.gamma, chunk) : ones;
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
@@ -221,29 +236,52 @@ __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, floa
         }
     }
     squares[threadIdx.x] = sum;
-    named_arrive(SQUARED, THREADS);
+    barrier_arrive(shared_address(squared));
 }
 
-/* The factor of the norm, found by the producer's warp while the others work: squares[] of SLICES warps are
- * those of x. */
-template <class F>
-__device__ __forceinline__ void find_factor(const stream &p, const float *squares, float *factor) {
+/* The factor of the norm, found by a warp of its own while the others work: from x, or AFTER a norm, which
+ * makes x, from squares[], of which those of SLICES warps are x's. */
+template <class F, bool AFTER>
+__device__ __forceinline__ void find_factor(const stream &p, const float *squares,
+                                            uint64_t *squared, float *factor) {
+    constexpr int READS = 8; /* at once */
+    const int lane = threadIdx.x % 32;
     float sum = 0;
-    named_barrier(SQUARED, THREADS);
+    if constexpr (AFTER) {
+        barrier_wait(shared_address(squared), 0);
 #pragma unroll
-    for (int i = 0; i < F::SLICES; i++) sum += squares[i * 32 + (int)threadIdx.x % 32];
+        for (int i = 0; i < F::SLICES; i++) sum += squares[i * 32 + lane];
+    } else {
+        const float4 *x = (const float4 *)p.x, none = {0, 0, 0, 0};
+        wait_for_inputs();
+#pragma unroll 1
+        for (int first = lane; first < p.K / 4; first += 32 * READS) {
+            float4 some[READS];
+#pragma unroll
+            for (int i = 0; i < READS; i++)
+                some[i] = first + 32 * i < p.K / 4 ? __ldcg(x + first + 32 * i) : none;
+#pragma unroll
+            for (int i = 0; i < READS; i++)
+                sum += some[i].x * some[i].x + some[i].y * some[i].y + some[i].z * some[i].z +
+                       some[i].w * some[i].w;
+        }
+    }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) *factor = p.gamma ? rsqrtf(sum * p.inverse_K + p.eps) : 1.0f;
-    named_barrier(SUMMED, THREADS);
+    if (lane == 0) *factor = p.gamma ? rsqrtf(sum * p.inverse_K + p.eps) : 1.0f;
+    named_barrier(SUMMED, NORMING);
 }
 
 template <class F> __device__ __forceinline__ void load_plain(inputs<F> &in, const stream &p) {
+    bool valid;
+    uint4 w[F::VECTORS];
     wait_for_inputs();
 #pragma unroll
+    for (int v = 0; v < F::VECTORS; v++)
+        w[v] = __ldcg((const uint4 *)p.in + chunk_of<F>(v, p.K, &valid));
+#pragma unroll
     for (int v = 0; v < F::VECTORS; v++) {
-        bool valid;
-        const uint4 w = __ldcg((const uint4 *)p.in + chunk_of<F>(v, p.K, &valid));
-        const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+        const uint32_t pairs[4] = {w[v].x, w[v].y, w[v].z, w[v].w};
+        chunk_of<F>(v, p.K, &valid);
 #pragma unroll
         for (int i = 0; i < 4; i++) in.x[v * 4 + i] = valid ? pairs[i] : 0;
     }
@@ -308,8 +346,8 @@ __device__ __forceinline__ void give_back(uint64_t *empty, uint32_t seen) {
     if (seen != 0) barrier_arrive(shared_address(empty));
 }
 
-/* Every row of the block against the inputs: partial[row][slice]. The sums of a stage are added up
- * while the weights of the next one are on their way from shared memory. */
+/* Every row of the block, of which there are some, against the inputs: partial[row][slice]. The sums of a stage
+ * are added up while the weights of the next one are on their way from shared memory. */
 template <class F>
 __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, const char *ring,
                                         uint64_t *full, uint64_t *empty, float *partial, int rows) {
@@ -324,8 +362,9 @@ __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, co
         const float sum = fold<F>(sums);
         if (holds_sum && row < rows) partial[row * F::SLICES + slice] = sum;
     };
+    int i = 0, s = 0, parity = 0;
 #pragma unroll 1
-    for (int i = 0, s = 0, parity = 0; i * F::STAGE < rows; i++, row += F::STAGE) {
+    do {
         const char *at = ring + (size_t)(s * F::STAGE + first) * row_bytes;
         uint32_t seen = (uint32_t)p.stages;
         barrier_wait(shared_address(&full[s]), parity);
@@ -354,8 +393,9 @@ __device__ __forceinline__ void consume(const inputs<F> &in, const stream &p, co
         }
         give_back(&empty[s], seen);
         if (++s == p.stages) s = 0, parity ^= 1;
-    }
-    if (rows > 0) store();
+        row += F::STAGE;
+    } while (++i * F::STAGE < rows);
+    store();
 }
 
 } // namespace

@@ -169,10 +169,12 @@ bool cuda_unadded(const struct engine *e) {
     return backend_of(e)->pending.product != NULL;
 }
 
-int cuda_parts_of_squares(const struct engine *e, int *stride) {
+int cuda_prepared_rows(const struct engine *e, const float **gamma, int *parts, int *stride) {
     const struct cuda_backend *b = backend_of(e);
+    *gamma = b->normed.gamma;
+    *parts = b->normed.parts;
     *stride = b->normed.stride;
-    return b->normed.rows ? b->normed.parts : 0;
+    return b->normed.rows;
 }
 
 int cuda_capability(const struct engine *e) {

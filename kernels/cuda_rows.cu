@@ -49,7 +49,7 @@ struct embedding {
 };
 
 /* What      x[t] = table[token] embed_scale + learned[position]; rope[.., t] = cosines and sines of the
- *           position's angles; next: x gamma, and the sum of x^2.
+ *           position's angles; and what `prepared` says.
  * Owners    block t the row t.
  * Bound     latency: a few KB a row.
  * Numerics  f32; the angle is the f32 product of position and frequency, as on the CPU.
@@ -83,7 +83,7 @@ template <class M> __global__ void __launch_bounds__(ROW_THREADS) embed_kernel(e
         turn[0] = cosf(angle) * p.rope_scale;
         turn[p.half] = sinf(angle) * p.rope_scale;
     }
-    if (!p.next.in) return;
+    if (!p.next.squares) return;
     squares = block_sum(squares, partial);
     if (threadIdx.x == 0) p.next.squares[t] = squares;
 }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
 /* ---- what follows a product before x takes it ---- */
 
-/* What      x[t] = from[t] + norm(y[t] + bias); and what `prepared` says, as embed_kernel does.
+/* What      x[t] = from[t] + norm(y[t] + bias); and what `prepared` says.
  * Shapes    x, from (which may be x), y f32 [T, C], bias f32 [C] or NULL, norm.gamma f32 [C] or NULL: none;
  *           C a multiple of 8.
  * Owners    block t the row t, a thread four neighbouring columns at a time.

@@ -22,9 +22,10 @@ void cuda_one_tile(struct engine *e, int tile);
 void cuda_settle(struct engine *e);
 bool cuda_unfinished(const struct engine *e);
 bool cuda_unadded(const struct engine *e);
-/* Parts of the sums of squares of x that whoever wrote it has left in REGION_SQUARES, f32 [parts,
- * *stride]; 0: none. */
-int cuda_parts_of_squares(const struct engine *e, int *stride);
+/* Rows of x that whoever wrote it has prepared for the product after it: m [rows, C] in REGION_PANELS, x
+ * times the norm's weights f32 [C] (NULL: x itself); 0: none. And their sums of squares in REGION_SQUARES, f32
+ * [*parts, *stride]; *parts 0: none. */
+int cuda_prepared_rows(const struct engine *e, const float **gamma, int *parts, int *stride);
 /* The device's compute capability: 90 for 9.0. */
 int cuda_capability(const struct engine *e);
 /* Copy between the host and the engine's arena; wait for it. Failures are the backend's: finish tells. */

@@ -396,7 +396,8 @@ static void bench_operator(struct bench *b, enum operator o, int T, int context)
     r.bytes = bytes_of(&b->config, 0, o, T, context);
     r.flops = flops_of(&b->config, 0, o, T, context);
     const bool normed = o == QKV || o == GATE_UP || o == CLASSIFY;
-    if (normed && T > 1) /* in a step of Hopper's own path whoever wrote x has prepared it */
+    /* In a step of Hopper's own path whoever wrote x has prepared it. */
+    if (normed && (T > 1 || b->config.norm_placement == NORM_BEFORE))
         snprintf(r.note, sizeof r.note, "and its norm");
     if (r.bytes * (o == CLASSIFY ? 1 : layers) < L2_BYTES)
         snprintf(r.note, sizeof r.note, "stays in L2");

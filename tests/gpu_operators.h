@@ -122,13 +122,9 @@ static inline void end(struct step *s, const char *what, enum region region, enu
     free(got);
 }
 
-/* A case, where the operator has prepared the norm after it: the sums of squares of x as it is now.
- * What else it has prepared shows in the next operator of a chain. */
-static inline void check_squares(const struct step *s, const char *what) {
-    int stride = 0, wrong = 0;
-    const int parts = cuda_parts_of_squares(&s->g->device, &stride);
-    if (!parts) return;
-    const float *x = is_now(s, REGION_X);
+/* Rows whose sum of squares, in parts in REGION_SQUARES, is not that of x. */
+static inline int wrong_squares(const struct step *s, const float *x, int parts, int stride) {
+    int wrong = 0;
     const size_t bytes = (size_t)parts * (size_t)stride * sizeof(float);
     float *squares = allocated(bytes); /* scratch: gpu_read leaves it out */
     cuda_read(&s->g->device, squares, engine_region(&s->g->device, REGION_SQUARES), bytes);
@@ -139,7 +135,32 @@ static inline void check_squares(const struct step *s, const char *what) {
         wrong += !(fabs(got - right) <= 1e-5 * right);
     }
     free(squares);
-    check(!wrong, "%s: %s: the sums of squares of %d rows are wrong", s->name, what, wrong);
+    return wrong;
+}
+
+/* Two cases, where the operator has prepared the norm after it, for x as it is now: x gamma, bit by bit, and
+ * its sums of squares. */
+static inline void check_prepared(const struct step *s, const char *what) {
+    const float *gamma, *x = is_now(s, REGION_X);
+    int parts, stride;
+    const size_t m = dtype_size(s->dtype), count = s->T * s->C;
+    const size_t rows = (size_t)cuda_prepared_rows(&s->g->device, &gamma, &parts, &stride);
+    if (rows == 0) return;
+    if (gamma) /* on the host it lies at the same place */
+        gamma = (const float *)(s->g->host.engine.arena +
+                                ((const char *)gamma - (const char *)s->g->device.arena));
+    char *in = allocated(count * m);
+    cuda_read(&s->g->device, in, engine_region(&s->g->device, REGION_PANELS), count * m);
+    size_t wrong = rows == s->T ? 0 : count;
+    for (size_t i = 0; i < count; i++) {
+        const float right = gamma ? x[i] * gamma[i % s->C] : x[i];
+        wrong += weight_at(in, s->dtype, i) != rounded(right, s->dtype);
+    }
+    free(in);
+    check(!wrong, "%s: %s: %zu prepared inputs have other bits", s->name, what, wrong);
+    if (parts == 0) return;
+    const int others = wrong_squares(s, x, parts, stride);
+    check(!others, "%s: %s: the sums of squares of %d rows are wrong", s->name, what, others);
 }
 
 /* x before an operator. */
@@ -191,7 +212,7 @@ static inline void check_embed(struct step *s) {
             gpu_allow(g, turns, s->T * 2 * half * sizeof *turns);
         }
         end(s, "embed", REGION_X, F32, x, s->T, s->C, tolerance_of(x, s->T * s->C, 0, F32, false));
-        check_squares(s, "embed");
+        check_prepared(s, "embed");
     }
     free(x);
     free(turn);
@@ -360,7 +381,7 @@ static inline void check_project(struct step *s, int layer, enum projection whic
         }
         end(s, name, REGION_X, F32, x, s->T, s->C,
             tolerance_of(x, s->T * s->C, K, s->dtype, false));
-        check_squares(s, name);
+        check_prepared(s, name);
     }
     free(x);
 }
