@@ -178,7 +178,6 @@ static void cuda_attend(struct engine *e, int layer, struct rows rows) {
         a.raw.norm_q = e->layer[layer].norm_q;
         a.raw.norm_k = e->layer[layer].norm_k;
         a.raw.rope = cuda_turns(e, layer);
-        a.raw.half = c->rotary_dims / 2;
         a.raw.eps = c->norm_eps;
         b->pending.heads = false;
     }

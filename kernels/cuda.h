@@ -303,8 +303,7 @@ struct cuda_attention {
     struct {
         const float *qkv;             /* f32 [(H + 2G) D]; NULL: they are there */
         const float *norm_q, *norm_k; /* f32 [D] */
-        const float *rope;            /* f32 [2, half]; NULL: nothing turns */
-        int half;
+        const float *rope;            /* f32 [2, D/2]; NULL: nothing turns */
         float eps;
     } raw;
 };

@@ -268,6 +268,30 @@ __device__ __forceinline__ void store_steps(float *result, const float found[S::
     }
 }
 
+/* Waits, and reads the queries; raw: finishes their heads and the key first. */
+template <class S, int SETS>
+__device__ __forceinline__ void open_queries(uint32_t queries[S::D / 16][2 * SETS],
+                                             const struct cuda_attention &a, const struct work &w,
+                                             finished_heads<S::D> *raw) {
+    if (raw) {
+        unfinished_head<S::D> first = first_head<S::D>(a, w);
+        const size_t place = (size_t)place_in_ring(w.length - 1, a.R);
+        const bf16 *own =
+            (const bf16 *)a.keys + (((size_t)w.slot * a.G + w.kv_head) * a.R + place) * S::D;
+        wait_for_inputs();
+        finish_heads(*raw, a, w, CONSUMERS, first);
+        named_barrier(1, S::mergers); /* heads are finished | read */
+        if (threadIdx.x / 32 == CONSUMERS - 1 && w.end == w.length) keep_key(*raw, own);
+        load_depth<S, SETS>(
+            queries, w, [&](int query) { return raw->q[query]; }, [](auto *some) { return *some; });
+    } else {
+        wait_for_inputs();
+        load_depth<S, SETS>(
+            queries, w, [&](int query) { return (const bf16 *)a.q + w.at(a, query); },
+            [](auto *some) { return __ldcg(some); });
+    }
+}
+
 /* Every CONSUMERS-th tile of the part, then the result. */
 template <class S, int SETS>
 __device__ __forceinline__ void consume(const struct cuda_attention &a, const struct work &w,
@@ -275,18 +299,8 @@ __device__ __forceinline__ void consume(const struct cuda_attention &a, const st
                                         finished_heads<S::D> *raw) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = a.scale * LOG2_E;
-    wait_for_inputs();
     uint32_t queries[S::D / 16][2 * SETS];
-    if (raw) {
-        finish_heads(*raw, a, w, CONSUMERS);
-        named_barrier(1, S::mergers); /* heads are finished | read */
-        load_depth<S, SETS>(
-            queries, w, [&](int query) { return raw->q[query]; }, [](auto *some) { return *some; });
-    } else {
-        load_depth<S, SETS>(
-            queries, w, [&](int query) { return (const bf16 *)a.q + w.at(a, query); },
-            [](auto *some) { return __ldcg(some); });
-    }
+    open_queries<S, SETS>(queries, a, w, raw);
     float found[SETS][S::D / 16][4] = {}, maximum[SETS], sum[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) maximum[s] = -INFINITY, sum[s] = 0.0f;

@@ -5,9 +5,9 @@
 
 namespace {
 
-/* Blocks whose registers fit together: 128 a thread up to D = 128, so that a block fits beside two of
- * cuda_decode.cu. */
-template <class S> constexpr int blocks_of_registers = S::D > 128 ? 2 : 4;
+/* Of a thread: with 128 a block fits beside two of cuda_decode.cu with 64, with 224 beside one with 96.
+ * 128 are too few for two sets of queries. */
+template <class S, int SETS> constexpr int registers = S::D > 128 ? 224 : SETS > 1 ? 144 : 128;
 
 /* ---- the parts ---- */
 
@@ -38,11 +38,11 @@ __device__ __forceinline__ struct work part_of_block(const struct cuda_attention
  *           (attend): the warps' results are written | merged. received: all parts' stores have
  *           arrived | they are merged; so no block leaves before all that is sent to it has
  *           arrived. With RAW, in attend: heads are finished | read.
- * Bound     latency: what is old is requested before the wait.
+ * Bound     latency: all but the row's own position is requested before the wait.
  * Numerics  as cuda_attention_decode.
  * Needs     as cuda_attention_decode. */
 template <class S, int SETS, bool RAW>
-__global__ void __launch_bounds__(THREADS, blocks_of_registers<S>)
+__global__ void __maxnreg__((registers<S, SETS>))
     attention_near(const __grid_constant__ struct cuda_attention a, int parts) {
     extern __shared__ __align__(128) char shared[];
     __shared__ uint64_t received;
@@ -99,14 +99,15 @@ bool cuda_attention_near_takes(const struct cuda_attention *a) {
            a->cap == 0;
 }
 
-/* The head sizes of Qwen 3 and Gemma 3, which have no bias there. */
+/* The head sizes of Qwen 3 and Gemma 3, which have no bias there and turn heads as a whole. */
 bool cuda_attention_finishes(const struct config *c) {
     struct cuda_attention a = {};
     a.D = c->head_dim;
     a.H = c->heads;
     a.G = c->kv_heads;
     a.cap = c->attention_cap;
-    return c->qk_norm == QK_NORM_HEAD && !c->qkv_bias && a.D % 128 == 0 &&
+    const bool whole = c->rotary_dims == c->head_dim || c->rotary_dims == 0;
+    return c->qk_norm == QK_NORM_HEAD && !c->qkv_bias && whole && a.D % 128 == 0 &&
            cuda_attention_far_takes(&a);
 }
 

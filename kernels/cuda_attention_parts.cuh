@@ -105,26 +105,41 @@ template <int D> struct finished_heads {
     alignas(16) bf16 q[(D > 128 ? 1 : 2) * QUERIES][ROW], key[ROW];
 };
 
-/* A head for a warp at a time, the key last. The block whose part has the row's position also writes the key
- * into the cache. A barrier must follow. */
+/* A head for a warp at a time, the key last: of the first one what is there before the wait. */
+template <int D> using unfinished_head = head_of_lanes<1, D / 64>;
+template <int D>
+static __device__ __forceinline__ unfinished_head<D> first_head(const struct cuda_attention &a,
+                                                                const struct work &w) {
+    const int warp = (int)threadIdx.x / 32, ratio = w.cut.ratio;
+    unfinished_head<D> x(D, D / 2, (int)threadIdx.x % 32, 32);
+    if (warp <= ratio) x.load_weights(warp < ratio ? a.raw.norm_q : a.raw.norm_k);
+    return x;
+}
+
+/* All of them; x: the first one. A barrier must follow. */
 template <int D>
 static __device__ __forceinline__ void finish_heads(finished_heads<D> &heads,
                                                     const struct cuda_attention &a,
-                                                    const struct work &w, int warps) {
-    const int ratio = w.cut.ratio, lane = (int)threadIdx.x % 32;
+                                                    const struct work &w, int warps,
+                                                    unfinished_head<D> &x) {
+    const int ratio = w.cut.ratio;
 #pragma unroll 1
     for (int i = (int)threadIdx.x / 32; i <= ratio; i += warps) {
         const bool query = i < ratio;
         const int head = query ? w.kv_head * ratio + i : a.H + w.kv_head;
-        head_of_lanes<1, D / 64> x(D, a.raw.half, lane, 32);
-        x.load(a.raw.qkv + (size_t)head * D, query ? a.raw.norm_q : a.raw.norm_k, a.raw.rope);
+        if (i >= warps) x.load_weights(query ? a.raw.norm_q : a.raw.norm_k);
+        x.load(a.raw.qkv + (size_t)head * D, a.raw.rope);
         x.normalise(x.factor(true, a.raw.eps));
         if (a.raw.rope) x.turn();
         x.store(query ? heads.q[i] : heads.key);
-        if (query || w.end < w.length) continue;
-        const size_t place = (size_t)place_in_ring(w.length - 1, a.R);
-        x.store((bf16 *)a.keys + (((size_t)w.slot * a.G + w.kv_head) * a.R + place) * D);
     }
+}
+
+/* The finished key to its place in the cache, by one warp of the block whose part has the row's position. */
+template <int D>
+static __device__ __forceinline__ void keep_key(const finished_heads<D> &heads, const bf16 *place) {
+    const int lane = (int)threadIdx.x % 32;
+    if (lane < D / 8) ((uint4 *)place)[lane] = ((const uint4 *)heads.key)[lane];
 }
 
 /* ---- what the warps found ---- */

@@ -6,7 +6,7 @@
 
 /* ---- configuration ---- */
 
-enum { WARPS = 4, THREADS = 32 * WARPS };
+enum { WARPS = 4, THREADS = 32 * WARPS, NOWHERE = -1 };
 
 /* Scores may exceed the maximum that the sums are relative to by so many powers of two before the
  * sums are scaled anew: 2^8 is far from overflow, and few tiles after the first pay for it. */
@@ -42,6 +42,21 @@ template <int D_, bool NEAR> struct geometry {
 
 /* ---- a warp's ring ---- */
 
+/* The tiles of a part that are this warp's. Item 2n is K, 2n + 1 is V of its tile n. */
+template <class S> struct tiles_of_warp {
+    const bf16 *keys, *values;
+    int first, end; /* positions */
+    __device__ __forceinline__ tiles_of_warp(const struct cuda_attention &a, const struct work &w) {
+        const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.R * S::D;
+        keys = (const bf16 *)a.keys + start, values = (const bf16 *)a.values + start;
+        first = w.begin + (int)threadIdx.x / 32 * S::tile, end = w.end;
+    }
+    __device__ __forceinline__ const bf16 *cache(int item) const {
+        return item % 2 ? values : keys;
+    }
+    __device__ __forceinline__ int begin(int n) const { return first + n * WARPS * S::tile; }
+};
+
 /* Tiles come in the order in which they are requested; the next one to be read is in `slot`. A place is
  * requested anew after all lanes have read it. */
 template <class S> struct ring {
@@ -57,19 +72,39 @@ template <class S> struct ring {
         if (++slot == S::depth) slot = 0;
     }
 
-    /* A tile of K or V: positions from `begin` on of a ring, of which `valid` exist; zeros past them. */
-    __device__ __forceinline__ void request(int s, const struct cuda_attention &a,
-                                            const bf16 *cache, int begin, int valid) {
-        const int lane = threadIdx.x % 32, first = place_in_ring(begin, a.R);
-        const bf16 *from = cache + (size_t)first * S::D, *around = from - (size_t)a.R * S::D;
+    /* The place of an item that is requested before any was read. */
+    __device__ __forceinline__ uint32_t place_of(int item) const {
+        return place((slot + item) % S::depth);
+    }
+
+    /* Asks for a tile of K or V, from a cache that is a ring; zeros past the end. But not for row `but`. */
+    __device__ __forceinline__ void copy(uint32_t to, const struct cuda_attention &a,
+                                         const tiles_of_warp<S> &t, int item, int but) {
+        const int lane = threadIdx.x % 32, begin = t.begin(item / 2), valid = t.end - begin;
+        if (valid <= 0) return;
+        const int first = place_in_ring(begin, a.R);
+        const bf16 *from = t.cache(item) + (size_t)first * S::D;
+        const bf16 *around = from - (size_t)a.R * S::D;
 #pragma unroll
         for (int i = 0; i < S::tile * S::D / 256; i++) {
             const int chunk = lane + 32 * i, row = chunk / (S::D / 8);
-            if (valid > 0)
-                copy_async_16(place(s) + 16 * (chunk + row / S::columns),
+            if (row != but)
+                copy_async_16(to + 16 * (chunk + row / S::columns),
                               (first + row < a.R ? from : around) + 8 * chunk, row < valid);
         }
-        copy_async_commit(); /* also an empty group, so that their number tells what has come */
+    }
+    /* The same of a whole tile, as a group; also an empty one, so that their number tells what has come. */
+    __device__ __forceinline__ void request(uint32_t to, const struct cuda_attention &a,
+                                            const tiles_of_warp<S> &t, int item) {
+        copy(to, a, t, item, NOWHERE);
+        copy_async_commit();
+    }
+    /* Row `row` alone, if the tile has it, from the cache's first position on `from`. */
+    __device__ __forceinline__ void copy_row(uint32_t to, const bf16 *cache, int row,
+                                             int from) const {
+        const int lane = threadIdx.x % 32, chunk = row * (S::D / 8) + lane;
+        if (row >= 0 && row < S::tile && lane < S::D / 8)
+            copy_async_16(to + 16 * (chunk + row / S::columns), cache + from + 8 * lane, true);
     }
 
     /* A row of the tile to be read. shared: what open() was given. */
@@ -274,6 +309,62 @@ static __device__ __forceinline__ void add_new_values(float found[SETS][S::D / 1
 
 /* ---- a part ---- */
 
+/* Asks for the first items, as far as they are older than this step, before its kernels are awaited; and for the
+ * rest of them after that. Of one row, ALONE, its own position alone is not older: all items are one group, and
+ * the others are empty. RAW: the key is finished here. */
+template <class S, bool ALONE, bool RAW> struct first_items {
+    const tiles_of_warp<S> &t;
+    int older; /* the first position of this step */
+    int item;  /* ask for from here on */
+    int own;   /* ALONE: where `older` lies in keys and values, its first dim */
+    __device__ __forceinline__ void before(struct ring<S> &ring, const struct cuda_attention &a) {
+        if (ALONE) own = place_in_ring(older, a.R) * S::D;
+#pragma unroll 1
+        for (item = 0; item < S::depth; item++) {
+            if (!ALONE && t.begin(item / 2) + S::tile > older) break;
+            ring.copy(ring.place_of(item), a, t, item, ALONE ? older - t.begin(item / 2) : NOWHERE);
+            if (!ALONE) copy_async_commit();
+        }
+    }
+    __device__ __forceinline__ void after(struct ring<S> &ring, const struct cuda_attention &a) {
+        if constexpr (ALONE) {
+#pragma unroll
+            for (item = RAW; item < S::depth; item += 1 + RAW)
+                ring.copy_row(ring.place_of(item), t.cache(item), older - t.begin(item / 2), own);
+#pragma unroll
+            for (item = 0; item < S::depth; item++) copy_async_commit();
+        } else {
+#pragma unroll 1
+            for (; item < S::depth; item++) ring.request(ring.place_of(item), a, t, item);
+        }
+    }
+};
+
+/* Around the wait: asks for the first items and reads the queries, whose heads RAW finishes first. */
+template <class S, int SETS, bool ALONE, bool RAW>
+static __device__ __forceinline__ void open_part(uint32_t queries[S::D / 16][2 * SETS],
+                                                 const struct cuda_attention &a,
+                                                 const struct work &w, struct ring<S> &ring,
+                                                 const tiles_of_warp<S> &tiles,
+                                                 finished_heads<S::D> *raw) {
+    first_items<S, ALONE, RAW> items = {tiles, w.length - a.T};
+    items.before(ring, a);
+    if constexpr (RAW) {
+        unfinished_head<S::D> first = first_head<S::D>(a, w);
+        wait_for_inputs();
+        items.after(ring, a);
+        finish_heads(*raw, a, w, WARPS, first);
+        __syncthreads(); /* heads are finished | read */
+        if (threadIdx.x / 32 == WARPS - 1 && w.end == w.length)
+            keep_key(*raw, tiles.keys + items.own);
+        load_queries<S, SETS, RAW>(queries, a, w, raw);
+    } else {
+        wait_for_inputs();
+        load_queries<S, SETS, RAW>(queries, a, w, raw);
+        items.after(ring, a);
+    }
+}
+
 /* A warp's result into shared memory. */
 template <class S, int SETS>
 static __device__ __forceinline__ void store_result(float *result, const float maximum[SETS],
@@ -303,31 +394,9 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
                                               struct ring<S> &ring, float *results,
                                               finished_heads<S::D> *raw = NULL) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const size_t start = ((size_t)w.slot * a.G + w.kv_head) * a.R * S::D;
-    const bf16 *keys = (const bf16 *)a.keys + start, *values = (const bf16 *)a.values + start;
-    /* Item 2n is K, 2n + 1 is V of this warp's tile n. */
-    auto tile_begin = [&](int n) { return w.begin + (warp + n * WARPS) * S::tile; };
-    auto request = [&](int slot, int item) {
-        const int begin = tile_begin(item / 2);
-        ring.request(slot, a, item % 2 ? values : keys, begin, w.end - begin);
-    };
-    auto place = [&](int item) { return (ring.slot + item) % S::depth; };
-    const int older = w.length - a.T; /* positions below were written before this step */
-    int item = 0;
-#pragma unroll 1
-    for (; item < S::depth && tile_begin(item / 2) + S::tile <= older; item++)
-        request(place(item), item);
-    wait_for_inputs();
+    const tiles_of_warp<S> tiles(a, w);
     uint32_t queries[S::D / 16][2 * SETS];
-    if constexpr (!RAW) load_queries<S, SETS, RAW>(queries, a, w, raw);
-#pragma unroll 1
-    for (; item < S::depth; item++) request(place(item), item);
-    if constexpr (RAW) { /* while the last tiles come; the row's own key there is no key yet */
-        finish_heads(*raw, a, w, WARPS);
-        __syncthreads(); /* heads are finished | read */
-        load_queries<S, SETS, RAW>(queries, a, w, raw);
-    }
-
+    open_part<S, SETS, ALONE, RAW>(queries, a, w, ring, tiles, raw);
     const float scale = a.scale * LOG2_E;
     const uint32_t row =
         lane % 8 * S::run_bytes + lane / 16 * S::row_bytes + lane / 8 % 2 * 16; /* for ldmatrix */
@@ -340,15 +409,15 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         limit[s] = ALONE ? w.end : w.limit(query_row);
     }
 #pragma unroll 1
-    for (int n = 0; tile_begin(n) < w.end; n++) {
-        const int begin = tile_begin(n);
+    for (int n = 0; tiles.begin(n) < w.end; n++) {
+        const int begin = tiles.begin(n);
         float weights[S::columns][SETS][2];
         ring.wait();
         if (RAW && begin + S::tile >= w.length)
             ring.put_row(results, w.length - 1 - begin, raw->key);
         score_tile<S, SETS>(weights, queries, ring.place(ring.slot) + row);
         __syncwarp(); /* K is read, before its place is taken */
-        request(ring.slot, 2 * n + S::depth);
+        ring.request(ring.place(ring.slot), a, tiles, 2 * n + S::depth);
         ring.next();
         int hidden[SETS], valid[SETS];
 #pragma unroll
@@ -370,7 +439,7 @@ static __device__ __forceinline__ void attend(const struct cuda_attention &a, co
         else
             add_new_values<S, SETS>(found, weights, ring.place(ring.slot) + row, hidden, valid);
         __syncwarp(); /* V is read, before its place is taken, by a tile or by the result */
-        request(ring.slot, 2 * n + 1 + S::depth);
+        ring.request(ring.place(ring.slot), a, tiles, 2 * n + 1 + S::depth);
         ring.next();
     }
     store_result<S, SETS>(results + warp * S::result, maximum, sum, found);

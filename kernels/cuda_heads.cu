@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(THREADS)
     if (norm && norms.spans) norm += (size_t)(query ? head : head - p.H) * D;
     const float *turns = p.rope && !value ? p.rope + t * 2 * p.half : NULL;
     head_of_lanes<N, ROUNDS> x(p.D, p.half, lane, lanes);
-    if (exists) x.load(from, norm, turns);
+    if (exists) x.load(from, turns);
+    if (exists && norm) x.load_weights(norm);
     if (exists && p.bias) x.add(p.bias + (size_t)head * D);
     const float of_head = x.factor(exists, norms.eps);
     if (!exists) return;

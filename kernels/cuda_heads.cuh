@@ -65,15 +65,18 @@ template <int N, int ROUNDS> struct head_of_lanes {
             if (pair.exists) of_pair(i, pair);
         }
     }
-    /* All that is read, at once: the head f32 [D], and where they are not NULL the norm's weights f32 [D],
-     * and cosines and sines f32 [2, half]. */
-    __device__ __forceinline__ void load(const float *from, const float *weights,
-                                         const float *turns) {
+    /* The norm's weights f32 [D]. */
+    __device__ __forceinline__ void load_weights(const float *weights) {
+        each([&](int i, const pair_of_dims<N> &pair) {
+            weight_low[i].load(weights + pair.first);
+            weight_high[i].load(weights + pair.second);
+        });
+    }
+    /* The head f32 [D], and where they are not NULL cosines and sines f32 [2, half], all at once. */
+    __device__ __forceinline__ void load(const float *from, const float *turns) {
         each([&](int i, const pair_of_dims<N> &pair) {
             low[i].load(from + pair.first);
             high[i].load(from + pair.second);
-            if (weights) weight_low[i].load(weights + pair.first);
-            if (weights) weight_high[i].load(weights + pair.second);
             if (turns && pair.turns) cosine[i].load(turns + pair.first);
             if (turns && pair.turns) sine[i].load(turns + pair.second);
         });

@@ -54,8 +54,8 @@ static void operators_with_every_flag(void) {
             }
 }
 
-/* One row of models with norms of heads, whose q and k attention finishes: every number of heads a group, near
- * and far, with windows and without, RoPE on all, half or none of a head, norms after products. */
+/* One row of models with norms of heads, whose q and k attention finishes, but where RoPE turns half of a
+ * head: every number of heads a group, near and far, with windows and without, norms after products. */
 static void one_row_that_attention_finishes(void) {
     static const int ratios[] = {1, 2, 3, 4, 7, 8, 9, 14, 15, 16},
                      windows[] = {0, 512, 1, 1000, 100};
@@ -68,7 +68,7 @@ static void one_row_that_attention_finishes(void) {
                 struct config c = random_config(shape, BF16);
                 c.qk_norm = QK_NORM_HEAD;
                 c.rope_tables = n % 5 > 0;
-                c.rotary_dims = !c.rope_tables ? 0 : n % 3 ? D : D / 2;
+                c.rotary_dims = !c.rope_tables ? 0 : n % 7 ? D : D / 2;
                 c.norm_placement = (enum norm_placement)(n % 3);
                 c.layer[0].rope_table = c.rope_tables ? 0 : NO_ID;
                 c.layer[0].window = windows[n % 5];
