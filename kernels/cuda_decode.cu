@@ -136,6 +136,7 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           written | the tenth warp reads it. SUMMED: partial[] and the factor are written | read by
  *           other threads.
  * Order     weights, the norms', slots and positions are asked for before the wait, all else after it.
+ * Needs     a kernel of this step that waited before it let others start (embed), for slots and positions.
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
  *           as many bytes and keeps filling while the warps wait for the kernel before. */
 template <mode M, class F, bool AFTER>
