@@ -213,7 +213,8 @@ static void cuda_project(struct engine *e, int layer, enum projection which, str
     const bool out = which == ATTENTION_OUT;
     b->normed.rows = 0;
     if (streams(e, rows.count)) {
-        cuda_decode_project(e, layer, which, norm_after(e, layer, which));
+        const struct prepared next = prepare(e, 1, norm_after(e, layer, which));
+        cuda_decode_project(e, layer, which, &next);
         return;
     }
     struct product p = {};

@@ -172,11 +172,6 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* Half of that: counts towards it and goes on. */
-__device__ __forceinline__ void named_arrive(int number, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 /* ---- mbarriers (sm_90) ---- */
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {

@@ -220,8 +220,9 @@ void cuda_matvec(struct cuda_backend *b, const struct product *p);
 /* Whether they take a model: its widths, norms, biases and activation. */
 bool cuda_decode_takes(const struct config *c);
 void cuda_decode_qkv(struct engine *e, int layer);
-/* next: the weights of the norm that follows, f32 [C], where no norm comes after the product. */
-void cuda_decode_project(struct engine *e, int layer, enum projection which, const float *next);
+/* next: what it prepares beside x; nothing, where a norm comes after the product. */
+void cuda_decode_project(struct engine *e, int layer, enum projection which,
+                         const struct prepared *next);
 void cuda_decode_gate_up(struct engine *e, int layer);
 void cuda_decode_classify(struct engine *e);
 /* Does what is pending, for who looks between two operators. */

@@ -320,7 +320,8 @@ void cuda_decode_qkv(struct engine *e, int layer) {
     cuda_finish_heads(e, layer, (struct rows){1, 0});
 }
 
-void cuda_decode_project(struct engine *e, int layer, enum projection which, const float *next) {
+void cuda_decode_project(struct engine *e, int layer, enum projection which,
+                         const struct prepared *next) {
     const struct config *c = e->config;
     const struct layer_weights *w = &e->layer[layer];
     const bool out = which == ATTENTION_OUT;
@@ -336,10 +337,8 @@ void cuda_decode_project(struct engine *e, int layer, enum projection which, con
         backend_of(e)->pending.gamma = out ? w->after_attention : w->after_ffn;
     } else {
         p.y = (float *)engine_region(e, REGION_X);
-        p.next = (bf16 *)engine_region(e, REGION_PANELS);
-        p.next_gamma = backend_of(e)->normed.gamma = next;
-        backend_of(e)->normed.rows = 1;
-        backend_of(e)->normed.parts = 0; /* the next kernel finds the factor */
+        p.next = (bf16 *)next->in;
+        p.next_gamma = next->gamma;
     }
     launch<PROJECT>(e, p, out ? (size_t)RING_OUT : (size_t)RING_DOWN, out ? (size_t)LEAST_OUT : 0);
 }

@@ -156,7 +156,7 @@ __device__ __forceinline__ eight load_eight(const float *from, int chunk) {
     const float4 *at = (const float4 *)from + chunk * 2;
     return {__ldcg(at), __ldcg(at + 1)};
 }
-/* The product is there before the factor. */
+/* to += factor x weights; x weights does not wait for the factor. */
 __device__ __forceinline__ void add_scaled(float4 &to, float factor, float4 x, float4 weights) {
     to.x += factor * (x.x * weights.x), to.y += factor * (x.y * weights.y);
     to.z += factor * (x.z * weights.z), to.w += factor * (x.w * weights.w);
@@ -178,7 +178,7 @@ struct parts {
 template <class F>
 __device__ __forceinline__ void add_normed(eight (&x)[F::VECTORS], const stream &p,
                                            const parts &parts, const eight (&after)[F::VECTORS]) {
-    constexpr int AT_ONCE = 5; /* of 160 multiprocessors */
+    constexpr int AT_ONCE = 5; /* those of 160 multiprocessors */
     eight added[F::VECTORS];
     float part[AT_ONCE], sum = 0;
     bool valid;

@@ -281,4 +281,11 @@ template <int N> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+/* ---- warpgroups that wait for each other ---- */
+
+/* The other half of named_barrier (cuda.cuh): counts towards it and goes on. */
+__device__ __forceinline__ void named_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 #endif
