@@ -187,16 +187,17 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
  * all three. But no multiprocessor may have room for two blocks of a kernel when the first ones are
  * placed: others would get none, and the next kernels inherit that. So the kernel after attention,
  * which leaves multiprocessors empty, takes more than half (without that the 8B shape loses a quarter
- * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers. */
+ * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers. Gate and up
+ * have what is left beside it, less their sums. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
     RING_OUT = 112 << 10,
-    LEAST_OUT = 114 << 10,
-    RING_GATE_UP = 98 << 10, /* seven stages of rows of 3584 */
+    LEAST_OUT = 113 << 10,
+    RING_GATE_UP = 104 << 10,
     RING_DOWN = 112 << 10,
     RING_STORE = 64 << 10,
-    IN_FLIGHT = 48 << 10,
+    IN_FLIGHT = 48 << 10,   /* about, in whole stages */
     STATIC_SHARED = 2 << 10 /* of a block, at most: barriers and the like */
 };
 
@@ -214,7 +215,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     p.more = p.units % (int)blocks;
     p.in_turns = p.least / GRAIN * GRAIN;
     p.stages = (int)stages;
-    p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
+    p.in_flight = (int)std::min(std::max((IN_FLIGHT + stage / 2) / stage, (size_t)2), stages);
     cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), threads<M>,
                 std::max(shared, least), p);
 }
@@ -300,7 +301,9 @@ bool cuda_decode_takes(const struct config *c) {
 }
 
 void cuda_decode_qkv(struct engine *e, int layer) {
-    const size_t ring = cuda_is_short(e, 1) ? RING_QKV_SHORT : RING_QKV;
+    /* Attention's registers let no product start beside it where heads are wider. */
+    const bool three = cuda_is_short(e, 1) && e->config->head_dim <= 128;
+    const size_t ring = three ? RING_QKV_SHORT : RING_QKV;
     stream p = normed(e, e->layer[layer].qkv, e->layer[layer].norm_attention);
     p.heads = cuda_heads(e, layer);
     const int rows = (p.heads.H + 2 * p.heads.G) * p.heads.D;
