@@ -188,13 +188,14 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
  * placed: others would get none, and the next kernels inherit that. So the kernel after attention,
  * which leaves multiprocessors empty, takes more than half (without that the 8B shape loses a quarter
  * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers. Gate and up
- * have what is left beside it, less their sums. */
+ * have what the product after attention leaves. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,
     RING_OUT = 112 << 10,
     LEAST_OUT = 113 << 10,
     RING_GATE_UP = 104 << 10,
+    ROOM_GATE_UP = 110 << 10, /* for the sums too */
     RING_DOWN = 112 << 10,
     RING_STORE = 64 << 10,
     IN_FLIGHT = 52 << 10,
@@ -255,6 +256,14 @@ template <mode M> void launch(struct engine *e, const stream &p, size_t ring, si
         launch<M, true>(backend_of(e), p, ring, least);
     else
         launch<M, false>(backend_of(e), p, ring, least);
+}
+
+/* What the sums of gate and up leave of their room. */
+size_t ring_of_gate_up(const struct engine *e) {
+    const size_t blocks = (size_t)backend_of(e)->multiprocessors, room = ROOM_GATE_UP;
+    const size_t units = ((size_t)e->config->ffn + blocks - 1) / blocks; /* of a block */
+    const size_t sums = units * rows_of_unit<GATE_UP> * WARPS * sizeof(float);
+    return std::min(room - std::min(sums, room), (size_t)RING_GATE_UP);
 }
 
 /* Where x lies, between a norm after a product and the next: two places in turn, since the kernel that adds
@@ -351,7 +360,7 @@ void cuda_decode_gate_up(struct engine *e, int layer) {
     p.h = (bf16 *)engine_region(e, REGION_H);
     p.units = p.partner = e->config->ffn;
     p.gelu = e->config->activation == GELU_TANH;
-    launch<GATE_UP>(e, p, RING_GATE_UP);
+    launch<GATE_UP>(e, p, ring_of_gate_up(e));
 }
 
 void cuda_decode_classify(struct engine *e) {
