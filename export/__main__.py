@@ -8,13 +8,16 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from export import chat, gguf_file, huggingface, llama2c, llmc
 from export.errors import ExportError
-from export.format import DTYPES, Layout
+from export.format import DTYPES, MAGIC, Layout
 from export.model import Model
 from export.writer import check_target, discard_unfinished, write_model
 
 OK, UNUSABLE, INTERRUPTED = 0, 2, 130
+MESSAGE = 1000  # letters, at most
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,7 +80,7 @@ def load(source: Path, tokenizer: Path | None) -> Model:
         return huggingface.load(source)
     if kind.startswith(b"GGUF"):
         return gguf_file.load(source)
-    if kind == b"ROOFLINE":
+    if kind == MAGIC:
         raise ExportError(f"{source} is a model.bin already")
     if source.suffix in (".safetensors", ".json", ".model"):
         raise ExportError(f"{source} is a part of a checkpoint; give its folder")
@@ -121,11 +124,22 @@ def describe(model: Model, dtype: str) -> str:
     return "\n".join(lines)
 
 
+def check_overwriting(target: Path, read: list[Path]) -> None:
+    """A model.bin may be written anew. What is read from, files or folders, may not."""
+    if not target.exists():
+        return
+    with target.open("rb") as file:
+        ours = file.read(8) == MAGIC
+    for path in read:
+        files = [path] if path.is_file() else path.iterdir() if path.is_dir() and not ours else []
+        if any(file.exists() and target.samefile(file) for file in files):
+            raise ExportError(f"{target} is the source itself, or a part of it")
+
+
 def export(arguments: argparse.Namespace) -> None:
     source, target = arguments.source, arguments.target
     check_target(target)
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ExportError(f"{target} is the source itself")
+    check_overwriting(target, [path for path in (source, arguments.tokenizer) if path])
     model = load(source, arguments.tokenizer)
     if arguments.name is not None:
         model.config.name = arguments.name
@@ -164,10 +178,11 @@ def prepare_streams() -> None:
 
 def main(arguments: list[str]) -> int:
     try:
-        export(parse_arguments(arguments))
+        with np.errstate(all="ignore"):  # the writer finds what is not finite; messages are ours
+            export(parse_arguments(arguments))
     except (ExportError, OSError) as error:
         # One line, whatever a file name or a library put into the message.
-        print("export: error:", " ".join(str(error).split()), file=sys.stderr)
+        print("export: error:", " ".join(str(error).split())[:MESSAGE], file=sys.stderr)
         return UNUSABLE
     return OK
 

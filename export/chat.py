@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from export.errors import ExportError
 from export.files import read_json, read_json_if_there
 
 if TYPE_CHECKING:  # both import this file
@@ -34,7 +35,8 @@ SHAPES = {
 }
 
 # What has to be found in a template (regular expressions), and what must not be. The first entry
-# that fits wins. \n in a template's strings stands here as a newline.
+# that fits wins. \n in a template's strings stands here as a newline. No repetition may run to the
+# end of a template from many places.
 MARKS = (
     (("<\\|im_start\\|>", "<\\|im_sep\\|>"), (), "phi4"),
     (("<\\|im_start\\|>", "Reasoning Mode"), (), "none"),  # SmolLM3: a system text that varies
@@ -52,8 +54,8 @@ MARKS = (
     (("\\[INST\\]", "\\[/INST\\]"), (), "mistral_tekken"),
     (("<\\|(user\\|>|')", "<\\|end\\|>(' *\\+ *')?\n"), (), "phi3"),
     (("<\\|(user\\|>|')", "<\\|end\\|>"), ("<\\|channel\\|>",), "phi4_mini"),
-    (("<\\|user\\|>(' *\\+ *')?\n'[^}]*eos_token",), (), "zephyr"),
-    (("<\\|user\\|>(' *\\+ *')?\n'[^}]*'\n'",), (), "olmo"),
+    (("<\\|user\\|>(' *\\+ *')?\n'[^}]{,200}eos_token",), (), "zephyr"),
+    (("<\\|user\\|>(' *\\+ *')?\n'[^}]{,200}'\n'",), (), "olmo"),
 )
 
 # A string literal that holds a whole system message: no quote, brace or mark inside. Newlines
@@ -75,7 +77,14 @@ def template_from_hf(folder: Path) -> str:
     if isinstance(template, list):
         named = [item for item in template if isinstance(item, dict)]
         template = next((i.get("template") for i in named if i.get("name") == "default"), None)
-    return template if isinstance(template, str) else ""
+    return encodable(template, "chat template") if isinstance(template, str) else ""
+
+
+def encodable(text: str, what: str) -> str:
+    """The text, unless JSON has half a surrogate pair in it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ExportError(f"{what}: expected Unicode, found half a surrogate pair")
+    return text
 
 
 def shape_of(template: str) -> str:
@@ -96,7 +105,8 @@ def has_bos(template: str) -> bool:
 def bos_token(folder: Path) -> str:
     """The text of what a template calls bos_token."""
     token = read_json_if_there(folder / "tokenizer_config.json").get("bos_token")
-    return str(token.get("content") if isinstance(token, dict) else token)
+    text = str(token.get("content") if isinstance(token, dict) else token)
+    return encodable(text, "tokenizer_config.json: bos_token")
 
 
 def set_shape(config: Config, folder: Path, tokenizer: Tokenizer | None) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from export.errors import ExportError
-from export.families import FAMILIES, TEXT_OF, TYPES, Family
+from export.families import FAMILIES, GPT2, TEXT_OF, TYPES, Family
 from export.model import Config
 from export.rope import KINDS, rope_from_hf
 from export.settings import Settings
@@ -11,14 +11,23 @@ from export.writer import to_bf16
 
 
 def family_of(content: dict) -> str:
-    """The architecture, or the error that names those known."""
-    named = content.get("architectures")
-    family = named[0] if isinstance(named, list) and named else None
-    if family is None:
-        family = TYPES.get(content.get("model_type"), content.get("model_type"))
-    if family not in FAMILIES and family not in TEXT_OF:
-        known = ", ".join((*FAMILIES, *TEXT_OF, "GPT2LMHeadModel"))
-        raise ExportError(f"config.json: architecture {family} is not supported; known: {known}")
+    """The architecture, or the error that names those known. transformers goes by model_type, so
+    that the two have to agree."""
+    settings, named = Settings(content, "config.json"), content.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise settings.wrong("architectures", "a list of names")
+    kind = content.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise settings.wrong("model_type", "a name")
+    family = named[0] if named else TYPES.get(kind, kind)
+    known = (*FAMILIES, *TEXT_OF, GPT2)
+    if family not in known:
+        raise ExportError(
+            f"config.json: architecture {family} is not supported; known: {', '.join(known)}"
+        )
+    if kind is not None and TYPES.get(kind) != family:
+        types = " or ".join(name for name, of in TYPES.items() if of == family)
+        raise settings.wrong("model_type", f"{types}, as the architecture is {family}")
     return family
 
 
@@ -39,9 +48,9 @@ def text_config(content: dict) -> dict:
 def _list(settings: Settings, key: str, layers: int, known: tuple) -> list:
     """One of the known values for each layer."""
     values = settings.values.get(key)
-    if not isinstance(values, list) or len(values) < layers or not all(v in known for v in values):
+    if not isinstance(values, list) or len(values) != layers or not all(v in known for v in values):
         raise settings.wrong(key, f"one of {known} for each of {layers} layers")
-    return values[:layers]
+    return values
 
 
 def _turning(settings: Settings, layers: int) -> tuple[bool, ...]:
@@ -59,7 +68,10 @@ def _sliding(settings: Settings, family: Family, turning: tuple[bool, ...]) -> l
     if by_layer and settings.values.get("layer_types") is not None:
         return [kind == KINDS[1] for kind in _list(settings, "layer_types", layers, KINDS)]
     if family.full_every:
-        every = settings.integer("sliding_window_pattern", family.full_every)
+        key = "sliding_window_pattern"
+        every = settings.integer(key, family.full_every)
+        if every != family.full_every and not family.local_rope:  # Gemma 2, whose class has no such
+            raise settings.wrong(key, f"{family.full_every} or nothing")
         return [(layer + 1) % every != 0 for layer in range(layers)]
     if family.rope_by_layer:
         return [not turns for turns in turning]
@@ -117,19 +129,33 @@ def _embed_scale(settings: Settings, width: int) -> float:
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
-    """Gemma's is the tanh's GELU, whatever the name that its older configs have."""
-    key = "hidden_activation" if "hidden_activation" in settings.values else "hidden_act"
-    known = ("gelu_pytorch_tanh", "gelu", None) if family.gemma else ("silu",)
+    """Gemma's is the tanh's GELU, also where an older config has the other name, hidden_act, and
+    calls it gelu."""
+    key = "hidden_act"
+    if settings.values.get("hidden_activation") is not None:
+        key = "hidden_activation"
+    known = ("gelu_pytorch_tanh", None) if family.gemma else ("silu",)
+    if family.gemma and key == "hidden_act":
+        known += ("gelu",)
     if settings.values.get(key, known[0]) not in known:
         raise settings.wrong(key, known[0])
 
 
 def _refuse_unsupported(settings: Settings) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if settings.flag(key):
-            raise ExportError(f"config.json: {key} is not supported yet")
+    settings.refuse(
+        attention_bias=False, mlp_bias=False, use_bidirectional_attention=False, is_causal=True
+    )
     if settings.values.get("quantization_config"):
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
+
+
+def ids_from_hf(settings: Settings, generation: dict, defaults: dict) -> list[list[int]]:
+    """bos, pad and eos. What generation_config.json says goes first."""
+    later = Settings(generation, "generation_config.json")
+    return [
+        (settings if generation.get(key) is None else later).ids(key, defaults[key])
+        for key in ("bos_token_id", "pad_token_id", "eos_token_id")
+    ]
 
 
 def config_from_hf(
@@ -154,9 +180,8 @@ def config_from_hf(
     sliding, window = _sliding(settings, family, turning), _window(settings, family, context)
     _check_activation(settings, family)
     _refuse_unsupported(settings)
-    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, where)
     rope = rope_from_hf(settings, family, head_dim, context, sliding)
-    bos, pad = (ids.ids(key, defaults[key]) for key in ("bos_token_id", "pad_token_id"))
+    bos, pad, stops = ids_from_hf(settings, generation, defaults)
     return Config(
         name=name,
         width=width,
@@ -175,7 +200,7 @@ def config_from_hf(
         rope_original=rope.original,
         bos=bos[0] if bos else None,
         pad=pad[0] if pad else None,
-        stops=ids.ids("eos_token_id", defaults["eos_token_id"]),
+        stops=stops,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norms_after=family.norms_after,

@@ -19,6 +19,7 @@ def malformed(what: str):
         LookupError,
         AttributeError,
         ArithmeticError,
+        RecursionError,
         struct.error,
     ) as error:
         kind = type(error).__name__

@@ -131,8 +131,9 @@ FAMILIES = {
         GEMMA3, gemma=True, norms_after=True, qk_norm=1, full_every=6, local_rope=True
     ),
 }
-# By model_type, where a config.json names no architecture.
-TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
-TYPES["gemma3_text"] = "Gemma3ForCausalLM"
 # Models that see: their text part, of which text_config tells, is one of the above.
 TEXT_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+# By model_type, which a config.json has beside the name of the architecture, or in its place.
+TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+TYPES |= {"gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration"}
+TYPES["gpt2"] = GPT2 = "GPT2LMHeadModel"

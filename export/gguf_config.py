@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from export import gpt2
 from export.config import config_from_hf
 from export.errors import ExportError
-from export.families import FAMILIES, Family
+from export.families import FAMILIES, GPT2, Family
 from export.model import Config
 from export.settings import Settings
 
@@ -21,7 +21,7 @@ class Architecture:
 
     @property
     def gpt2(self) -> bool:
-        return self.name == gpt2.ARCHITECTURE
+        return self.name == GPT2
 
     @property
     def family(self) -> Family:
@@ -38,7 +38,7 @@ ARCHITECTURES = {
     "phi3": Architecture("Phi3ForCausalLM", window=True),
     "olmo2": Architecture("Olmo2ForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
-    "gpt2": Architecture(gpt2.ARCHITECTURE),
+    "gpt2": Architecture(GPT2),
 }
 
 # Metadata that changes the arithmetic and that none of these families has.
@@ -66,12 +66,13 @@ def _refuse(settings: Settings, kind: Architecture, architecture: str, long: boo
             raise ExportError(
                 f"GGUF metadata: {architecture}.{key} {settings.values[key]} is not supported yet"
             )
+    settings.refuse(**{"attention.causal": True})
 
 
 def _scaling(settings: Settings, factors: dict[str, list[float]]) -> dict:
     """What rope_scaling would say; factors: short_factor and long_factor, of longrope."""
     known = ("none", "linear", "yarn", "longrope")
-    kind = settings.values.get("rope.scaling.type", "none")
+    kind = settings.values.get("rope.scaling.type", "linear")  # llama.cpp's default
     if kind not in known:
         raise settings.wrong("rope.scaling.type", " or ".join(known))
     if factors:
@@ -79,9 +80,13 @@ def _scaling(settings: Settings, factors: dict[str, list[float]]) -> dict:
         return {"rope_type": "longrope", "attention_factor": scale} | factors
     if kind == "longrope":
         raise ExportError("GGUF: longrope without the tensors rope_factors_long and _short")
-    factor = settings.number("rope.scaling.factor", settings.values.get("rope.scale_linear", 1.0))
+    if kind == "none":
+        return {}
+    keys = ("rope.scaling.factor", "rope.scale_linear")
+    key = keys[0] if keys[0] in settings.values else keys[1]
+    factor = settings.number(key, 1.0)
     if factor and factor < 1:
-        raise settings.wrong("rope.scaling.factor", "at least 1")
+        raise settings.wrong(key, "at least 1")
     if kind == "yarn":
         told = {
             name: settings.values.get(f"rope.scaling.yarn_{key}")

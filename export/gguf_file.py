@@ -187,8 +187,9 @@ def _load(path: Path) -> Model:
     }
     found = {tensor.name: _part(path, tensor) for tensor in reader.tensors}
     embed = found.get("token_embd.weight")
-    if embed:
-        metadata.setdefault("vocab_size", embed.shape[0])
+    if embed is None:
+        raise ExportError("tensor token_embd.weight is missing: is this a tokenizer alone?")
+    metadata.setdefault("vocab_size", embed.shape[0])
     name = _value(reader, "general.name", None) or path.stem
     if not isinstance(name, str):
         raise ExportError(f"GGUF: general.name: expected a text, found {name!r}")

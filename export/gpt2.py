@@ -6,15 +6,24 @@ from pathlib import Path
 import numpy as np
 
 from export import chat
+from export.config import family_of, ids_from_hf
 from export.errors import ExportError, malformed
+from export.families import GPT2
 from export.model import Config, Model, Part, check_tied, collect, rows_of, transposed
 from export.settings import Settings
 from export.tokenizer import Tokenizer, tokenizer_from_hf
 
-ARCHITECTURE = "GPT2LMHeadModel"
 END_OF_TEXT = 50256  # of GPT-2's vocabulary
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+
+# Names that other classes of transformers have, and this one takes.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 # Buffers that are computed, not learned.
 IGNORED = (".attn.bias", ".attn.masked_bias")
@@ -49,13 +58,7 @@ def is_nanogpt(content: dict) -> bool:
 
 def is_described(content: dict) -> bool:
     """Whether a config.json is one of GPT-2."""
-    named = content.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
-    return (
-        first == ARCHITECTURE
-        or is_nanogpt(content)
-        or (first is None and content.get("model_type") == "gpt2")
-    )
+    return is_nanogpt(content) or family_of(content) == GPT2
 
 
 def block_config(width: int, heads: int, **others) -> Config:
@@ -80,11 +83,20 @@ def block_config(width: int, heads: int, **others) -> Config:
     return Config(width=width, heads=heads, **fields | others)
 
 
+def _without_aliases(content: dict) -> dict:
+    own = {ALIASES[key]: v for key, v in content.items() if key in ALIASES and v is not None}
+    for alias, key in ALIASES.items():
+        if key in own and content.get(key, own[key]) != own[key]:
+            raise Settings(content, "config.json").wrong(alias, f"that of {key}, {content[key]}")
+    return content | own
+
+
 def _config_from_hf(content: dict, generation: dict, name: str) -> Config:
+    content = _without_aliases(content)
     settings = Settings(content, "config.json")
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if settings.flag(key):
-            raise ExportError(f"config.json: {key} is not supported")
+    settings.refuse(
+        scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, is_causal=True
+    )
     if content.get("quantization_config"):
         raise ExportError("config.json: quantised checkpoints are not supported; use the original")
     activation = content.get("activation_function", TANH[0])
@@ -92,9 +104,9 @@ def _config_from_hf(content: dict, generation: dict, name: str) -> Config:
         raise settings.wrong("activation_function", f"gelu or {TANH[0]}")
     width, vocab = settings.integer("n_embd", 768), settings.integer("vocab_size", 50257)
     ffn = 4 * width if content.get("n_inner") is None else settings.integer("n_inner", None)
-    ids = Settings(content | {k: v for k, v in generation.items() if v is not None}, "config.json")
     end = END_OF_TEXT if vocab > END_OF_TEXT else None
-    bos, pad = ids.ids("bos_token_id", end), ids.ids("pad_token_id", None)
+    defaults = {"bos_token_id": end, "pad_token_id": None, "eos_token_id": end}
+    bos, pad, stops = ids_from_hf(settings, generation, defaults)
     scaled = content.get("scale_attn_weights") is None or settings.flag("scale_attn_weights")
     return block_config(
         width,
@@ -109,7 +121,7 @@ def _config_from_hf(content: dict, generation: dict, name: str) -> Config:
         attention_scale=None if scaled else 1.0,
         bos=bos[0] if bos else None,
         pad=pad[0] if pad else None,
-        stops=ids.ids("eos_token_id", end),
+        stops=stops,
     )
 
 
@@ -219,5 +231,5 @@ def load(folder: Path, content: dict, generation: dict, found: dict[str, Part]) 
     if own:
         set_end_of_text(config, tokenizer)
     chat.set_shape(config, folder, tokenizer)
-    kind = "nanoGPT" if own else f"Hugging Face, {ARCHITECTURE}"
+    kind = "nanoGPT" if own else f"Hugging Face, {GPT2}"
     return Model(kind, config, tokenizer, parts, called_untied=not tied)

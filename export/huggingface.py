@@ -143,7 +143,10 @@ def _text_tensors(found: dict[str, Part]) -> tuple[dict[str, Part], str]:
         inner = bare.removeprefix("language_model.")
         if inner != bare and not inner.startswith(("model.", "lm_head.")):
             inner = "model." + inner
-        text[inner if inner != bare else name] = part
+        short = inner if inner != bare else name
+        if short in text:
+            raise ExportError(f"tensors {text[short].name} and {name} are the same part of a model")
+        text[short] = part
     return text, " and ".join(f"{count} tensors of {part}" for part, count in left.items() if count)
 
 
@@ -160,7 +163,9 @@ def load(folder: Path) -> Model:
         raise ExportError(f"{folder}: config.json is not there; is this a Hugging Face folder?")
     content = read_json(folder / "config.json")
     generation = read_json_if_there(folder / "generation_config.json")
-    if gpt2.is_described(content):
+    with malformed(f"{folder / 'config.json'}"):
+        of_gpt2 = gpt2.is_described(content)
+    if of_gpt2:
         return gpt2.load(folder, content, generation, _all_tensors(folder))
     with malformed(f"{folder / 'config.json'}"):
         family = family_of(content)

@@ -157,6 +157,13 @@ class Model:
                 f"the tokenizer has {self.vocab_used} ids, but the model's vocabulary "
                 f"has {self.config.vocab} rows"
             )
+        bos, stop = self.config.bos, min(self.config.stops, default=None)
+        for name, token in (("bos", bos), ("eos", stop)):
+            if token is not None and token >= self.vocab_used:
+                raise ExportError(
+                    f"the tokenizer has {self.vocab_used} ids, and {name}, {token}, is none of "
+                    "them: is it another model's?"
+                )
 
 
 def part_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -271,7 +278,10 @@ def split_fused(
                     f"tensor {part.name}: expected shape {list(shape)}, found {list(part.shape)}"
                 )
             for piece, count in rows.items():
-                found[source_name(f"layers.{layer}.{piece}")] = rows_of(part, first, count)
+                place = source_name(f"layers.{layer}.{piece}")
+                if place in found:
+                    raise ExportError(f"tensor {place} is there, but {name} has it too")
+                found[place] = rows_of(part, first, count)
                 first += count
 
 

@@ -196,11 +196,29 @@ def _sets_by_kind(settings: Settings, key: str, sliding: list[bool]) -> list[dic
     return [given.get(kind, {}) for kind in KINDS]
 
 
+def _check_scaling(settings: Settings, family: Family) -> None:
+    """rope_scaling beside rope_parameters, to which some add it: transformers would take it alone,
+    and lose theta."""
+    added, whole = settings.values.get("rope_scaling"), settings.values["rope_parameters"]
+    if family.local_rope and isinstance(whole, dict):
+        whole = whole.get(KINDS[0])
+    if added in (None, {}):
+        return
+    if isinstance(added, dict) and isinstance(whole, dict):
+        kinds = [told.get("rope_type", told.get("type", "default")) for told in (added, whole)]
+        others = added.keys() - {"rope_type", "type"}
+        if kinds[0] == kinds[1] and all(whole.get(key) == added[key] for key in others):
+            return
+    raise settings.wrong("rope_scaling", "nothing beside rope_parameters, where it belongs")
+
+
 def _sets(settings: Settings, family: Family, sliding: list[bool]) -> list[dict]:
     """One set of RoPE parameters for each table. rope_scaling, which came before rope_parameters,
     is never by kind of layer: of a Gemma 3 it is for layers without a window."""
     said = settings.values.get("rope_parameters") not in (None, {})
     key = "rope_parameters" if said else "rope_scaling"
+    if said:
+        _check_scaling(settings, family)
     if family.local_rope and key == "rope_parameters":
         return _sets_by_kind(settings, key, sliding)
     given = {} if settings.values.get(key) is None else settings.values[key]

@@ -1,5 +1,7 @@
 """JSON objects and metadata whose values are checked as they are read."""
 
+import math
+
 from export.errors import ExportError
 
 
@@ -27,6 +29,8 @@ class Settings:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.wrong(key, "a number")
+        if not math.isfinite(value):
+            raise self.wrong(key, "a finite number")
         return float(value)
 
     def number_or(self, key: str, default: float) -> float:
@@ -38,6 +42,13 @@ class Settings:
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return bool(value)
+
+    def refuse(self, **usual: bool) -> None:
+        """Flags that change the arithmetic, each with the value that it has to have."""
+        for key, value in usual.items():
+            if self.flag(key, value) != value and self.values[key] is not None:
+                said = f"{key} false" if value else key
+                raise ExportError(f"{self.where}: {said} is not supported")
 
     def ids(self, key: str, default: int | None) -> list[int]:
         """An id, a list of ids, or null; negative ones mean none."""

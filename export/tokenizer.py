@@ -42,6 +42,13 @@ class AddedToken(NamedTuple):
         return self.control * CONTROL | self.lstrip * LSTRIP | self.rstrip * RSTRIP
 
 
+def _check_length(index: int, piece: bytes) -> None:
+    if len(piece) > MAX_PIECE_BYTES:
+        raise ExportError(
+            f"tokenizer: piece {index} has {len(piece)} bytes, at most {MAX_PIECE_BYTES} supported"
+        )
+
+
 @dataclass
 class Tokenizer:
     """Either byte-level BPE (pieces) or sentencepiece (model, its protobuf)."""
@@ -74,11 +81,7 @@ class Tokenizer:
         if len(self.pieces) > MAX_IDS:
             raise ExportError(f"tokenizer: {len(self.pieces)} pieces, at most {MAX_IDS} supported")
         for index, piece in enumerate(self.pieces):
-            if len(piece) > MAX_PIECE_BYTES:
-                raise ExportError(
-                    f"tokenizer: piece {index} has {len(piece)} bytes, at most {MAX_PIECE_BYTES} "
-                    "supported"
-                )
+            _check_length(index, piece)
         for token in self.added:
             if not 1 <= len(token.text) <= MAX_PIECE_BYTES or not 0 <= token.id < MAX_IDS:
                 raise ExportError(
@@ -288,6 +291,8 @@ def sentencepiece_from_json(content: dict, added: list[AddedToken]) -> bytes:
     vocab = content["model"]["vocab"]
     merges = bpe.split_merges(content["model"]["merges"])
     by_id = {token.id: token for token in added}
+    for text, token in vocab.items():
+        _check_length(token, text.encode())
     results = bpe.merge_results(vocab, merges)
     kept = [index for index, result in enumerate(results) if result not in by_id]
     ranks = _ranks_by_piece([results[i] for i in kept], [merges[i] for i in kept])
@@ -356,20 +361,21 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer | None:
     content = read_json_if_there(folder / "tokenizer.json")
     config = read_json_if_there(folder / "tokenizer_config.json")
     original = folder / "tokenizer.model"
-    if not content and not original.is_file():
+    if not (folder / "tokenizer.json").is_file() and not original.is_file():
         return None
     with malformed(f"{folder}: the tokenizer's JSON"):
         added = _added_from_hf(folder, content, config)
         system = chat.default_system(chat.template_from_hf(folder))
-        if content and not content["model"].get("byte_fallback"):
+        from_json = content and not content["model"].get("byte_fallback")
+        if from_json or not original.is_file():
             _require(content)
+        if from_json:
             add_bos = _hf_adds_bos(content, config, default=False)
             return _byte_level_from_hf(content, added, add_bos, system)
         add_bos = _hf_adds_bos(content, config, default=True)
         if original.is_file():
             model = original.read_bytes()
         else:
-            _require(content)
             model = sentencepiece_from_json(content, added)
         model, added = _added_to_model(model, added)
         return Tokenizer(model=model, added=added, system=system, add_bos=add_bos)
@@ -380,19 +386,38 @@ def _gguf_value(reader, key: str, default=None):
     return default if item is None else item.contents()
 
 
+def _gguf_flag(reader, key: str, default: bool | None = None) -> bool | None:
+    value = _gguf_value(reader, key, default)
+    if value is not None and not isinstance(value, bool):
+        raise ExportError(f"tokenizer.{key}: expected true or false, found {str(value)[:100]}")
+    return value
+
+
+def _gguf_unknown(reader, count: int) -> int | None:
+    value = _gguf_value(reader, "ggml.unknown_token_id")
+    if value is not None and (type(value) is not int or not 0 <= value < count):
+        raise ExportError(
+            f"tokenizer.ggml.unknown_token_id: expected an id below {count}, "
+            f"found {str(value)[:100]}"
+        )
+    return value
+
+
 def tokenizer_from_gguf(reader) -> Tokenizer | None:
     kind = _gguf_value(reader, "ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
     tokens = _gguf_value(reader, "ggml.tokens", [])
     kinds = _gguf_value(reader, "ggml.token_type", [spm.NORMAL] * len(tokens))
-    if len(kinds) != len(tokens) or not tokens:
+    if not tokens:
+        raise ExportError("tokenizer.ggml.tokens: expected the tokens' texts, found none")
+    if len(kinds) != len(tokens):
         raise ExportError(
             f"tokenizer.ggml.token_type: expected {len(tokens)} entries, found {len(kinds)}"
         )
     template = _gguf_value(reader, "chat_template", "")
     system = chat.default_system(template)
-    add_bos = _gguf_value(reader, "ggml.add_bos_token")
+    add_bos = _gguf_flag(reader, "ggml.add_bos_token")
     if kind == "gpt2":
         return _byte_level_from_gguf(reader, tokens, kinds, add_bos, system)
     if kind == "llama":
@@ -405,8 +430,7 @@ def tokenizer_from_gguf(reader) -> Tokenizer | None:
             spm.Piece(text.encode(), score, _kind_of_gguf_piece(text, piece_kind))
             for text, score, piece_kind in zip(tokens, scores, kinds, strict=True)
         ]
-        prefix = _gguf_value(reader, "ggml.add_space_prefix", True)
-        model = spm.build(pieces, bool(prefix))
+        model = spm.build(pieces, bool(_gguf_flag(reader, "ggml.add_space_prefix", True)))
         return Tokenizer(model=model, system=system, add_bos=add_bos is not False)
     raise ExportError(f"tokenizer.ggml.model: expected gpt2 or llama, found {kind!r}")
 
@@ -438,7 +462,7 @@ def _byte_level_from_gguf(reader, tokens: list, kinds: list, add_bos, system: st
         nfc=pattern == "qwen2",
         system=system,
         add_bos=adds_by_default if add_bos is None else bool(add_bos),
-        unk=_gguf_value(reader, "ggml.unknown_token_id"),
+        unk=_gguf_unknown(reader, len(tokens)),
     )
 
 

@@ -197,7 +197,8 @@ def test_linear_scaling_and_default(tmp_path):
 
 
 def test_mistral(tmp_path):
-    config, tensors = small(architectures=["MistralForCausalLM"], sliding_window=None)
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    config, tensors = small(**mistral, sliding_window=None)
     plain = export(writers.hf_folder(tmp_path / "t", config, tensors), tmp_path / "a.bin")
     config["sliding_window"] = config["max_position_embeddings"]  # never reached
     wide = export(writers.hf_folder(tmp_path / "t", config, tensors), tmp_path / "b.bin")

@@ -2,6 +2,7 @@
 --chat-shape, which overrides it."""
 
 import json
+import time
 
 import pytest
 import writers
@@ -95,6 +96,29 @@ def test_chat_shape_overrides_and_fills_in(tmp_path, out):
     assert shape_in(export(without, out, "--chat-shape", "olmo")) == (chat.SHAPES["olmo"], 1, 7)
     no_bos = hf(tmp_path / "c", {"add_bos_token": False}, bos_token_id=7)
     assert shape_in(export(no_bos, out, "--chat-shape", "olmo")) == (chat.SHAPES["olmo"], 0, 7)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": "{{'<|im_start|>system\nYou are \ud800<|im_end|>'}}"},
+        {"chat_template": "{{bos_token}}<|im_start|>", "bos_token": "\ud800"},
+        {"chat_template": "{{bos_token}}<|im_start|>", "bos_token": {"content": "\udc00x"}},
+    ],
+)
+def test_half_a_surrogate_pair(tmp_path, out, capsys, config):
+    refused(capsys, hf(tmp_path / "t", config, bos_token_id=None), out, "half a surrogate pair")
+
+
+@pytest.mark.parametrize(
+    "start", ["<|user|>\n'", "<|user|>' + '\n", "[INST]", "<|im_start|>system\nx"]
+)
+def test_long_templates(start):
+    """A megabyte of what begins a mark takes no longer than a second or two."""
+    begun = time.monotonic()
+    chat.shape_of(start * (1_000_000 // len(start)))
+    chat.default_system(start * (1_000_000 // len(start)))
+    assert time.monotonic() - begun < 5
 
 
 def test_chat_shape_that_cannot_be(tmp_path, out, capsys):

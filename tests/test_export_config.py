@@ -184,7 +184,7 @@ def test_tensors_of_another_config(tmp_path, out, capsys, family, key, value, pa
     config = tiny.FAMILIES[family]
     changed = config | {key: value}
     if "layer_types" in config:
-        changed["layer_types"] = ["full_attention"] * 4
+        changed["layer_types"] = ["full_attention"] * changed["num_hidden_layers"]
     writers.hf_folder(tmp_path / "t", changed, tiny.tensors(config))
     refused(capsys, tmp_path / "t", out, pattern)
 

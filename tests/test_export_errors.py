@@ -35,11 +35,17 @@ SHARD = "model-00001-of-00002.safetensors"
             "FalconForCausalLM is not .*LlamaForCausalLM, M",
         ),
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "text_config": 3,
+            },
             "text_config: expected the config of the text part, found 3",
         ),
         ({"architectures": None, "model_type": "gptj"}, "gptj is not supported; .*GPT2LMHead"),
-        ({"architectures": 7, "model_type": 8}, "architecture 8 is not supported; known: Llama"),
+        ({"architectures": None, "model_type": 8}, "model_type: expected a name, found 8"),
+        ({"architectures": 7}, "architectures: expected a list of names, found 7"),
+        ({"architectures": {"x": 1}}, "architectures: expected a list of names"),
         ({"architectures": [["x"]]}, "config.json"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"mlp_bias": True}, "mlp_bias is not supported"),
@@ -268,7 +274,10 @@ def test_safetensors_cut_while_it_is_read(tmp_path, out, capsys, tensors, monkey
         (lambda w: w.add_uint32("llama.expert_count", 8), "llama.expert_count 8 is not supported"),
         (lambda w: w.add_string("llama.rope.scaling.type", "ntk"), "rope.scaling.type: expected"),
         (lambda w: w.add_uint16("split.count", 3), "one part of several"),
-        (lambda w: w.add_tokenizer_model("bert"), "tokenizer.ggml.token_type: expected 0"),
+        (
+            lambda w: w.add_tokenizer_model("bert"),
+            "tokenizer.ggml.tokens: expected the tokens' texts, found n",
+        ),
     ],
 )
 def test_gguf_metadata(tmp_path, out, capsys, tensors, change, pattern):
@@ -387,6 +396,26 @@ def test_usage(tmp_path, out, capsys, tensors):
     source = tmp_path / "t.gguf"
     writers.gguf_file(source, tiny.CONFIG, tensors)
     refused(capsys, source, source, "is the source itself")
+
+
+def test_a_target_that_is_read_from(tmp_path, capsys, tensors):
+    """A checkpoint's own files stay; a model.bin beside them is written anew."""
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors, shards=2)
+    (folder / "link").symlink_to("config.json")
+    for path in sorted(folder.iterdir()):
+        before = path.read_bytes()
+        refused(capsys, folder, path, "is the source itself, or a part of it")
+        assert path.read_bytes() == before
+    (tmp_path / "elsewhere").symlink_to(folder / SHARD)
+    refused(capsys, folder, tmp_path / "elsewhere", "is the source itself, or a part of it")
+    (tmp_path / "tokenizer").mkdir()
+    for tokenizer in (tmp_path / "tokenizer", tmp_path / "tokenizer" / "tokenizer.json"):
+        target = tmp_path / "tokenizer" / "tokenizer.json"
+        target.write_text("{}")
+        refused(capsys, tmp_path / "x.bin", target, "source itself", "--tokenizer", tokenizer)
+        assert target.read_text() == "{}"
+    for _ in range(2):
+        assert main([str(folder), "-o", str(folder / "model.bin")]) == 0
 
 
 def test_help(capsys):

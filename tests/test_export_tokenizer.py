@@ -404,6 +404,8 @@ def test_rebuilt_from_published_json(name):
             "not those of a sentencepiece model",
         ),
         (lambda c: c.update({"normalizer": None}), "not those of a sentencepiece model"),
+        (lambda c: c["model"]["vocab"].update({"x" * 10**6: 269}), "269 has 1000000 bytes"),
+        (lambda c: c.clear(), "expected a model of type BPE, found None"),
     ],
 )
 def test_json_that_no_model_gives(tmp_path, change, pattern):
