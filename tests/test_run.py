@@ -44,7 +44,7 @@ def test_logits_of_transformers(dtype, tmp_path):
     logsumexp = np.log(np.exp(ours - top).sum(axis=1)) + top[:, 0]
     summed = np.abs(logsumexp - golden[f"{dtype}_logsumexp"]).max()
     print(f"{dtype}: logits {difference:.2g}, largest {largest:.2g}, logsumexp {summed:.2g}")
-    assert difference <= 1e-3 and largest <= 1e-3 and summed <= 1e-3
+    assert max(difference, largest, summed) <= (1e-4 if dtype == "f32" else 1e-3)
     other = ours.argmax(axis=1) != golden[f"{dtype}_argmax"]
     assert (golden[f"{dtype}_gap"][other] <= 2e-3).all()
 
