@@ -124,22 +124,25 @@ def describe(model: Model, dtype: str) -> str:
     return "\n".join(lines)
 
 
-def check_overwriting(target: Path, read: list[Path]) -> None:
-    """A model.bin may be written anew. What is read from, files or folders, may not."""
+def check_overwriting(target: Path, source: Path, tokenizer: Path | None) -> None:
+    """What is read from may not be written to. In a folder that is read from, a model.bin may be
+    written anew."""
     if not target.exists():
         return
+    files, folders = [source], [source]
+    if tokenizer:  # beside a tokenizer.json others are read
+        files, folders = [source, tokenizer], [source, tokenizer, tokenizer.parent]
     with target.open("rb") as file:
-        ours = file.read(8) == MAGIC
-    for path in read:
-        files = [path] if path.is_file() else path.iterdir() if path.is_dir() and not ours else []
-        if any(file.exists() and target.samefile(file) for file in files):
-            raise ExportError(f"{target} is the source itself, or a part of it")
+        if file.read(8) not in (MAGIC, b""):
+            files += [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    if any(file.exists() and target.samefile(file) for file in files):
+        raise ExportError(f"{target} is the source itself, or a part of it")
 
 
 def export(arguments: argparse.Namespace) -> None:
     source, target = arguments.source, arguments.target
     check_target(target)
-    check_overwriting(target, [path for path in (source, arguments.tokenizer) if path])
+    check_overwriting(target, source, arguments.tokenizer)
     model = load(source, arguments.tokenizer)
     if arguments.name is not None:
         model.config.name = arguments.name
@@ -183,6 +186,12 @@ def main(arguments: list[str]) -> int:
     except (ExportError, OSError) as error:
         # One line, whatever a file name or a library put into the message.
         print("export: error:", " ".join(str(error).split())[:MESSAGE], file=sys.stderr)
+        return UNUSABLE
+    except MemoryError:
+        print(
+            "export: error: out of memory; are the source's files what they should be?",
+            file=sys.stderr,
+        )
         return UNUSABLE
     return OK
 

@@ -13,7 +13,8 @@ from export.writer import to_bf16
 def family_of(content: dict) -> str:
     """The architecture, or the error that names those known. transformers goes by model_type, so
     that the two have to agree."""
-    settings, named = Settings(content, "config.json"), content.get("architectures") or []
+    settings, named = Settings(content, "config.json"), content.get("architectures", [])
+    named = [] if named is None else named
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise settings.wrong("architectures", "a list of names")
     kind = content.get("model_type")
@@ -31,6 +32,11 @@ def family_of(content: dict) -> str:
     return family
 
 
+# What someone might add to the config of a model that sees, where nobody reads it.
+OF_TEXT = ("rope_scaling", "rope_parameters", "sliding_window", "sliding_window_pattern")
+OF_TEXT += ("layer_types", "use_bidirectional_attention", "is_causal")
+
+
 def text_config(content: dict) -> dict:
     """The config of a model that sees becomes that of its text part; others stay."""
     family = family_of(content)
@@ -40,8 +46,11 @@ def text_config(content: dict) -> dict:
     if not isinstance(text, dict):
         raise Settings(content, "config.json").wrong("text_config", "the config of the text part")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-    keys += ("tie_word_embeddings",)
+    keys += ("tie_word_embeddings", "quantization_config")
     whole = {key: content[key] for key in keys if content.get(key) is not None}
+    for key in OF_TEXT:
+        if content.get(key) not in (None, text.get(key)):
+            raise Settings(content, "config.json").wrong(key, "it in text_config, not beside that")
     return text | whole | {"architectures": [TEXT_OF[family]]}
 
 
@@ -129,16 +138,14 @@ def _embed_scale(settings: Settings, width: int) -> float:
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
-    """Gemma's is the tanh's GELU, also where an older config has the other name, hidden_act, and
-    calls it gelu."""
-    key = "hidden_act"
-    if settings.values.get("hidden_activation") is not None:
-        key = "hidden_activation"
-    known = ("gelu_pytorch_tanh", None) if family.gemma else ("silu",)
-    if family.gemma and key == "hidden_act":
-        known += ("gelu",)
-    if settings.values.get(key, known[0]) not in known:
-        raise settings.wrong(key, known[0])
+    """Gemma's is the tanh's GELU, also where Gemma 1's first configs called it gelu."""
+    known = {"hidden_act": ("silu",)}
+    if family.gemma:
+        tanh = ("gelu_pytorch_tanh", None)
+        known = {"hidden_activation": tanh, "hidden_act": (*tanh, "gelu")}
+    for key, names in known.items():
+        if settings.values.get(key, names[0]) not in names:
+            raise settings.wrong(key, names[0])
 
 
 def _refuse_unsupported(settings: Settings) -> None:

@@ -14,7 +14,7 @@ from export.families import FAMILIES, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
 from export.model import Model, Part, check_tied, collect, split_fused
 from export.settings import Settings
-from export.tokenizer import tokenizer_from_hf
+from export.tokenizer import Tokenizer, tokenizer_from_hf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -41,6 +41,7 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+IMAGE = "<image_soft_token>"  # Gemma 3's models of text alone have the tokenizer of those that see
 SEEING = ("vision_tower", "multi_modal_projector")  # of models that see: not their text part
 FUSED = ("model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.gate_up_proj.weight")
 # With norms after the block's halves the name of a Llama's second norm means another one.
@@ -158,6 +159,13 @@ def _add_one(parts: dict[str, Part]) -> None:
             parts[name] = Part(part.name, part.shape, lambda *rows, read=read: 1 + read(*rows))
 
 
+def _left_out(tokenizer: Tokenizer, rows: int) -> bool:
+    """Drops the token of images where the model has no row for it; whether it did."""
+    kept = [t for t in tokenizer.added if t.id < rows or t.text != IMAGE.encode()]
+    dropped, tokenizer.added = len(kept) < len(tokenizer.added), kept
+    return dropped
+
+
 def load(folder: Path) -> Model:
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: config.json is not there; is this a Hugging Face folder?")
@@ -188,5 +196,7 @@ def load(folder: Path) -> Model:
     if tied and "classifier" in parts:
         check_tied(parts, "config.json says or implies tie_word_embeddings")
     tokenizer = tokenizer_from_hf(folder)
+    if tokenizer and _left_out(tokenizer, config.vocab):
+        family += f" (left out: {IMAGE}, for which there is no row)"
     chat.set_shape(config, folder, tokenizer)
     return Model(f"Hugging Face, {family}", config, tokenizer, parts, called_untied=not tied)

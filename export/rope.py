@@ -198,18 +198,12 @@ def _sets_by_kind(settings: Settings, key: str, sliding: list[bool]) -> list[dic
 
 def _check_scaling(settings: Settings, family: Family) -> None:
     """rope_scaling beside rope_parameters, to which some add it: transformers would take it alone,
-    and lose theta."""
+    and lose theta, so that it may only say all that rope_parameters say."""
     added, whole = settings.values.get("rope_scaling"), settings.values["rope_parameters"]
     if family.local_rope and isinstance(whole, dict):
         whole = whole.get(KINDS[0])
-    if added in (None, {}):
-        return
-    if isinstance(added, dict) and isinstance(whole, dict):
-        kinds = [told.get("rope_type", told.get("type", "default")) for told in (added, whole)]
-        others = added.keys() - {"rope_type", "type"}
-        if kinds[0] == kinds[1] and all(whole.get(key) == added[key] for key in others):
-            return
-    raise settings.wrong("rope_scaling", "nothing beside rope_parameters, where it belongs")
+    if added not in (None, {}, whole):
+        raise settings.wrong("rope_scaling", "nothing beside rope_parameters, where it belongs")
 
 
 def _sets(settings: Settings, family: Family, sliding: list[bool]) -> list[dict]:

@@ -7,6 +7,7 @@ NormalizerSpec: 1 name, 2 precompiled_charsmap, 3 add_dummy_prefix (default true
                 4 remove_extra_whitespaces (default true), 5 escape_whitespaces (default true)
 """
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -126,6 +127,8 @@ def _check(model: SentencePieceModel) -> None:
                 f"sentencepiece model: piece {index} must have 1 to {MAX_PIECE_BYTES} bytes and "
                 f"no NUL, found {len(piece.text)} bytes"
             )
+        if not math.isfinite(piece.score):
+            raise ExportError(f"sentencepiece model: piece {index} has the score {piece.score}")
         if not NORMAL <= piece.kind <= BYTE:
             raise ExportError(f"sentencepiece model: piece {index} has unknown type {piece.kind}")
         if piece.text in seen:

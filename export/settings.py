@@ -46,7 +46,7 @@ class Settings:
     def refuse(self, **usual: bool) -> None:
         """Flags that change the arithmetic, each with the value that it has to have."""
         for key, value in usual.items():
-            if self.flag(key, value) != value and self.values[key] is not None:
+            if self.values.get(key) is not None and self.flag(key) != value:
                 said = f"{key} false" if value else key
                 raise ExportError(f"{self.where}: {said} is not supported")
 

@@ -42,10 +42,10 @@ class AddedToken(NamedTuple):
         return self.control * CONTROL | self.lstrip * LSTRIP | self.rstrip * RSTRIP
 
 
-def _check_length(index: int, piece: bytes) -> None:
-    if len(piece) > MAX_PIECE_BYTES:
+def _check_length(index: int, piece: bytes, most: int) -> None:
+    if len(piece) > most:
         raise ExportError(
-            f"tokenizer: piece {index} has {len(piece)} bytes, at most {MAX_PIECE_BYTES} supported"
+            f"tokenizer: piece {index} has {len(piece)} bytes, at most {most} supported"
         )
 
 
@@ -69,19 +69,20 @@ class Tokenizer:
         """A sentencepiece model never finds its own control pieces in a text, so the engine has to:
         they are listed as added tokens too."""
         self.sentencepieces = spm.parse(self.model).pieces if self.model else []
-        listed = {token.id for token in self.added}
+        listed, added = {token.id for token in self.added}, list(self.added)
         for index, piece in enumerate(self.sentencepieces):
             if piece.kind == spm.UNKNOWN:
                 self.unk = index
             if piece.kind == spm.CONTROL and index not in listed:
-                self.added = [*self.added, AddedToken(index, piece.text, control=True)]
+                added.append(AddedToken(index, piece.text, control=True))
+        self.added = added
         self._check()
 
     def _check(self) -> None:
         if len(self.pieces) > MAX_IDS:
             raise ExportError(f"tokenizer: {len(self.pieces)} pieces, at most {MAX_IDS} supported")
         for index, piece in enumerate(self.pieces):
-            _check_length(index, piece)
+            _check_length(index, piece, MAX_PIECE_BYTES)
         for token in self.added:
             if not 1 <= len(token.text) <= MAX_PIECE_BYTES or not 0 <= token.id < MAX_IDS:
                 raise ExportError(
@@ -207,8 +208,9 @@ def _added_from_hf(folder: Path, tokenizer_json: dict, config: dict) -> list[Add
         add(item["id"], item["content"], item)
     for token, item in (config.get("added_tokens_decoder") or {}).items():
         add(token, item["content"], item)
+    special = str(config.get("additional_special_tokens"))
     for content, token in read_json_if_there(folder / "added_tokens.json").items():
-        add(token, content, {"special": content in str(config.get("additional_special_tokens"))})
+        add(token, content, {"special": content in special})
     return [found[token] for token in sorted(found)]
 
 
@@ -292,7 +294,7 @@ def sentencepiece_from_json(content: dict, added: list[AddedToken]) -> bytes:
     merges = bpe.split_merges(content["model"]["merges"])
     by_id = {token.id: token for token in added}
     for text, token in vocab.items():
-        _check_length(token, text.encode())
+        _check_length(token, text.encode(), spm.MAX_PIECE_BYTES)
     results = bpe.merge_results(vocab, merges)
     kept = [index for index, result in enumerate(results) if result not in by_id]
     ranks = _ranks_by_piece([results[i] for i in kept], [merges[i] for i in kept])
@@ -418,8 +420,9 @@ def tokenizer_from_gguf(reader) -> Tokenizer | None:
     template = _gguf_value(reader, "chat_template", "")
     system = chat.default_system(template)
     add_bos = _gguf_flag(reader, "ggml.add_bos_token")
+    unknown = _gguf_unknown(reader, len(tokens))  # a sentencepiece model has its own
     if kind == "gpt2":
-        return _byte_level_from_gguf(reader, tokens, kinds, add_bos, system)
+        return _byte_level_from_gguf(reader, tokens, kinds, add_bos, system, unknown)
     if kind == "llama":
         scores = _gguf_value(reader, "ggml.scores", [])
         if len(scores) != len(tokens):
@@ -430,7 +433,7 @@ def tokenizer_from_gguf(reader) -> Tokenizer | None:
             spm.Piece(text.encode(), score, _kind_of_gguf_piece(text, piece_kind))
             for text, score, piece_kind in zip(tokens, scores, kinds, strict=True)
         ]
-        model = spm.build(pieces, bool(_gguf_flag(reader, "ggml.add_space_prefix", True)))
+        model = spm.build(pieces, _gguf_flag(reader, "ggml.add_space_prefix", True))
         return Tokenizer(model=model, system=system, add_bos=add_bos is not False)
     raise ExportError(f"tokenizer.ggml.model: expected gpt2 or llama, found {kind!r}")
 
@@ -442,7 +445,9 @@ def _kind_of_gguf_piece(text: str, kind: int) -> int:
     return spm.CONTROL if mark and kind == spm.USER_DEFINED else kind
 
 
-def _byte_level_from_gguf(reader, tokens: list, kinds: list, add_bos, system: str) -> Tokenizer:
+def _byte_level_from_gguf(
+    reader, tokens: list, kinds: list, add_bos: bool | None, system: str, unknown: int | None
+) -> Tokenizer:
     pattern, ignore_merges, adds_by_default = bpe.pattern_from_gguf(
         _gguf_value(reader, "ggml.pre", "default")
     )
@@ -461,8 +466,8 @@ def _byte_level_from_gguf(reader, tokens: list, kinds: list, add_bos, system: st
         ignore_merges=ignore_merges,
         nfc=pattern == "qwen2",
         system=system,
-        add_bos=adds_by_default if add_bos is None else bool(add_bos),
-        unk=_gguf_unknown(reader, len(tokens)),
+        add_bos=adds_by_default if add_bos is None else add_bos,
+        unk=unknown,
     )
 
 

@@ -114,11 +114,11 @@ def test_half_a_surrogate_pair(tmp_path, out, capsys, config):
     "start", ["<|user|>\n'", "<|user|>' + '\n", "[INST]", "<|im_start|>system\nx"]
 )
 def test_long_templates(start):
-    """A megabyte of what begins a mark takes no longer than a second or two."""
-    begun = time.monotonic()
-    chat.shape_of(start * (1_000_000 // len(start)))
-    chat.default_system(start * (1_000_000 // len(start)))
-    assert time.monotonic() - begun < 5
+    """Much of what begins a mark takes no time; each start to the end of it took 15 s."""
+    begun, text = time.monotonic(), start * (300_000 // len(start))
+    chat.shape_of(text)
+    chat.default_system(text)
+    assert time.monotonic() - begun < 2
 
 
 def test_chat_shape_that_cannot_be(tmp_path, out, capsys):

@@ -12,7 +12,7 @@ from exporting import differs, export, refused, same_tensors
 from golden import gpt2, tiny
 
 from export.config import config_from_hf, text_config
-from export.families import FAMILIES
+from export.families import FAMILIES, TYPES
 
 # The classes of transformers 5.24, from their own to_dict(): what each assumes.
 DEFAULTS = json.loads((Path(__file__).parent / "golden" / "defaults.json").read_text())
@@ -33,6 +33,13 @@ def test_defaults_are_those_of_the_class(name):
     heads = theirs["num_attention_heads"]
     assert config.kv_heads == theirs["num_key_value_heads"]
     assert config.head_dim == (theirs.get("head_dim") or theirs["hidden_size"] // heads)
+
+
+def test_model_types():
+    """As transformers wrote them into the tiny checkpoints."""
+    configs = [*tiny.FAMILIES.values(), gpt2.CONFIG]
+    told = {config["model_type"]: config["architectures"][0] for config in configs}
+    assert TYPES == told | {"gemma3": "Gemma3ForConditionalGeneration"}
 
 
 def test_gemma_3_4b():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import warnings
 
 import gguf
@@ -12,7 +13,11 @@ import writers
 from exporting import export, refused, same_tensors
 from golden import gpt2, tiny
 
+from export import gpt2 as gpt2_reader
+from export import sentencepiece_model as spm
+from export.errors import ExportError
 from export.families import TYPES
+from export.tokenizer import section_from_hf, section_from_sentencepiece
 
 FAMILIES = tiny.FAMILIES | {"gpt2": gpt2.CONFIG}
 OLD_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -63,6 +68,8 @@ def test_attention_that_is_not_causal_in_gguf(tmp_path, out, capsys):
 def test_the_other_gelu(tmp_path, out, capsys, family):
     source = folder_of(tmp_path, family, hidden_activation="gelu")
     refused(capsys, source, out, "hidden_activation: expected gelu_pytorch_tanh, found 'gelu'")
+    source = folder_of(tmp_path, family, hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
+    refused(capsys, source, out, "hidden_act: expected gelu_pytorch_tanh, found 'silu'")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +109,19 @@ def test_scaling_that_rope_parameters_say_too(tmp_path, out, family):
     parameters = FAMILIES[family]["rope_parameters"]
     whole = parameters.get("full_attention", parameters)
     plain = export(folder_of(tmp_path, family), tmp_path / "plain.bin")
-    for same in (whole, None, {}, {k: v for k, v in whole.items() if k != "rope_theta"}):
+    for same in (whole, None, {}):
         same_tensors(plain, export(folder_of(tmp_path, family, rope_scaling=same), out))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_yarn", "gemma3", "phi4"])
+def test_scaling_that_says_a_part(tmp_path, out, capsys, family):
+    parameters = FAMILIES[family]["rope_parameters"]
+    whole = parameters.get("full_attention", parameters)
+    for key in whole:
+        part = {k: v for k, v in whole.items() if k != key}
+        if part:
+            source = folder_of(tmp_path, family, rope_scaling=part)
+            refused(capsys, source, out, "rope_scaling: expected nothing beside rope_parameters")
 
 
 @pytest.mark.parametrize(("piece", "fused"), [("self_attn.q", "qkv"), ("mlp.gate", "gate_up")])
@@ -133,6 +151,39 @@ def test_a_text_part_that_is_there_twice(tmp_path, out, capsys):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "pattern"),
+    [
+        ("rope_scaling", {"rope_type": "linear", "factor": 8.0}, "rope_scaling: expected it in te"),
+        ("sliding_window_pattern", 3, "sliding_window_pattern: expected it in text_config"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention: expected it in text"),
+        ("quantization_config", {"bits": 4}, "quantised checkpoints are not supported"),
+    ],
+)
+def test_settings_of_the_text_that_stand_outside(tmp_path, out, capsys, key, value, pattern):
+    config = FAMILIES["gemma3"]
+    tensors = {f"language_model.{name}": part for name, part in tiny.tensors(config).items()}
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    seeing = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    writers.hf_folder(tmp_path / "t", seeing | {"text_config": text, key: value}, tensors)
+    refused(capsys, tmp_path / "t", out, pattern)
+
+
+@pytest.mark.parametrize("name", ["<image_soft_token>", "<other>"])
+def test_the_token_of_images(tmp_path, out, capsys, name):
+    """Gemma 3 1B and 270M have it in their tokenizer and no row for it."""
+    source = folder_of(tmp_path, "gemma3")
+    added = [(f"<{i}>", True) for i in range(72)] + [(name, True)]
+    (source / "tokenizer.json").write_text(json.dumps(writers.byte_level_json(added=added)))
+    if name == "<other>":
+        refused(
+            capsys, source, out, "the tokenizer has 332 ids, but the model's vocabulary has 331"
+        )
+    else:
+        assert export(source, out).config["vocab_used"] == 331
+        assert f"left out: {name}, for which there is no row" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("bos", "eos", "found"),
     [(329, 1, "bos, 329"), (1, 330, "eos, 330"), (1, [329, 330], "eos, 329"), (1, [1, 330], None)],
 )
@@ -146,10 +197,10 @@ def test_tokenizer_of_another_model(tmp_path, out, capsys, bos, eos, found):
         export(source, out)
 
 
-@pytest.mark.parametrize("alias", ["hidden_size", "num_attention_heads", "num_hidden_layers"])
+@pytest.mark.parametrize("alias", gpt2_reader.ALIASES)
 def test_gpt2_by_other_names(tmp_path, out, capsys, alias):
     """transformers takes them; no tensor shows how many heads there are."""
-    own = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    own = gpt2_reader.ALIASES
     config, plain = FAMILIES["gpt2"], export(folder_of(tmp_path, "gpt2"), tmp_path / "plain.bin")
     value = config[own[alias]]
     other = {key: v for key, v in config.items() if key != own[alias]} | {alias: value}
@@ -246,3 +297,26 @@ def test_gguf_arrays_of_arrays(tmp_path, out, capsys):
     data = head + b"a" + np.array([9], "<u4").tobytes() + array * 5000 + bytes(64)
     (tmp_path / "t.gguf").write_bytes(data)
     refused(capsys, tmp_path / "t.gguf", out, "t.gguf: the GGUF file is malformed")
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_finite(score):
+    pieces = [spm.Piece(b"<unk>", 0.0, spm.UNKNOWN), spm.Piece(b"a", score, spm.NORMAL)]
+    with pytest.raises(ExportError, match="piece 1 has the score"):
+        section_from_sentencepiece(spm.build(pieces))
+
+
+def test_many_tokens(tmp_path):
+    """60,000 control pieces took 12 s, so many added tokens with a list of special ones minutes."""
+    begun, count = time.monotonic(), 60_000
+    control = [spm.Piece(f"<{i}>".encode(), 0.0, spm.CONTROL) for i in range(count)]
+    section_from_sentencepiece(spm.build([spm.Piece(b"<unk>", 0.0, spm.UNKNOWN), *control]))
+    special = [f"<{i}>" for i in range(count)]
+    for name, content in (
+        ("tokenizer.json", writers.byte_level_json()),
+        ("tokenizer_config.json", {"additional_special_tokens": special}),
+        ("added_tokens.json", {f"<{i}>": 300 + i for i in range(count // 60)}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    section_from_hf(tmp_path)
+    assert time.monotonic() - begun < 8

@@ -410,12 +410,22 @@ def test_a_target_that_is_read_from(tmp_path, capsys, tensors):
     refused(capsys, folder, tmp_path / "elsewhere", "is the source itself, or a part of it")
     (tmp_path / "tokenizer").mkdir()
     for tokenizer in (tmp_path / "tokenizer", tmp_path / "tokenizer" / "tokenizer.json"):
-        target = tmp_path / "tokenizer" / "tokenizer.json"
-        target.write_text("{}")
-        refused(capsys, tmp_path / "x.bin", target, "source itself", "--tokenizer", tokenizer)
-        assert target.read_text() == "{}"
+        for target in (tmp_path / "tokenizer" / name for name in ("tokenizer.json", "x.json")):
+            target.write_text("{}")
+            refused(capsys, tmp_path / "x.bin", target, "source itself", "--tokenizer", tokenizer)
+            assert target.read_text() == "{}"
+    (folder / "model.bin").touch()
     for _ in range(2):
         assert main([str(folder), "-o", str(folder / "model.bin")]) == 0
+
+
+def test_out_of_memory(tmp_path, out, capsys, tensors, monkeypatch):
+    def load(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("export.__main__.huggingface.load", load)
+    folder = writers.hf_folder(tmp_path / "t", tiny.CONFIG, tensors)
+    refused(capsys, folder, out, "out of memory")
 
 
 def test_help(capsys):
