@@ -207,9 +207,8 @@ LLAMA3 = "{{ bos_token }}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\
 
 def test_bos_of_gpt2(tmp_path):
     """As in other folders: bos comes first where the template has it."""
-    folder = writers.hf_folder(
-        tmp_path / "gpt2", gpt2.CONFIG | {"bos_token_id": 259}, gpt2_writers.weights()
-    )
+    told = gpt2.CONFIG | {"bos_token_id": 259, "eos_token_id": 259}
+    folder = writers.hf_folder(tmp_path / "gpt2", told, gpt2_writers.weights())
     content = writers.byte_level_json(added=[(text, True) for text in CONTROL])
     (folder / "tokenizer.json").write_text(json.dumps(content))
     config = {"chat_template": "{{ bos_token + '<|im_start|>' }}", "bos_token": "<s>"}
