@@ -181,7 +181,8 @@ def prepare_streams() -> None:
 
 def main(arguments: list[str]) -> int:
     try:
-        with np.errstate(all="ignore"):  # the writer finds what is not finite; messages are ours
+        # numpy says nothing: what is not finite is found where it would be written.
+        with np.errstate(all="ignore"):
             export(parse_arguments(arguments))
     except (ExportError, OSError) as error:
         # One line, whatever a file name or a library put into the message.

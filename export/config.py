@@ -34,23 +34,24 @@ def family_of(content: dict) -> str:
 
 # What someone might add to the config of a model that sees, where nobody reads it.
 OF_TEXT = ("rope_scaling", "rope_parameters", "sliding_window", "sliding_window_pattern")
-OF_TEXT += ("layer_types", "use_bidirectional_attention", "is_causal")
+OF_TEXT += ("layer_types",)
 
 
 def text_config(content: dict) -> dict:
     """The config of a model that sees becomes that of its text part; others stay."""
-    family = family_of(content)
+    settings, family = Settings(content, "config.json"), family_of(content)
     if family not in TEXT_OF:
         return content
     text = content.get("text_config")
     if not isinstance(text, dict):
-        raise Settings(content, "config.json").wrong("text_config", "the config of the text part")
+        raise settings.wrong("text_config", "the config of the text part")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-    keys += ("tie_word_embeddings", "quantization_config")
+    keys += ("tie_word_embeddings",)
     whole = {key: content[key] for key in keys if content.get(key) is not None}
     for key in OF_TEXT:
         if content.get(key) not in (None, text.get(key)):
-            raise Settings(content, "config.json").wrong(key, "it in text_config, not beside that")
+            raise settings.wrong(key, "it in text_config, not beside that")
+    _refuse_unsupported(settings)
     return text | whole | {"architectures": [TEXT_OF[family]]}
 
 
@@ -140,6 +141,8 @@ def _embed_scale(settings: Settings, width: int) -> float:
 def _check_activation(settings: Settings, family: Family) -> None:
     """Gemma's is the tanh's GELU, also where Gemma 1's first configs called it gelu."""
     known = {"hidden_act": ("silu",)}
+    if "hidden_activation" in settings.values:
+        known["hidden_activation"] = ("silu",)
     if family.gemma:
         tanh = ("gelu_pytorch_tanh", None)
         known = {"hidden_activation": tanh, "hidden_act": (*tanh, "gelu")}

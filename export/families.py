@@ -131,9 +131,10 @@ FAMILIES = {
         GEMMA3, gemma=True, norms_after=True, qk_norm=1, full_every=6, local_rope=True
     ),
 }
+GPT2 = "GPT2LMHeadModel"  # which gpt2.py reads
 # Models that see: their text part, of which text_config tells, is one of the above.
 TEXT_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 # By model_type, which a config.json has beside the name of the architecture, or in its place.
 TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
 TYPES |= {"gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration"}
-TYPES["gpt2"] = GPT2 = "GPT2LMHeadModel"
+TYPES["gpt2"] = GPT2

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from export import chat
-from export.config import family_of, ids_from_hf
+from export.config import ids_from_hf
 from export.errors import ExportError, malformed
 from export.families import GPT2
 from export.model import Config, Model, Part, check_tied, collect, rows_of, transposed
@@ -54,11 +54,6 @@ def source_name(name: str) -> str:
 
 def is_nanogpt(content: dict) -> bool:
     return "block_size" in content and not content.keys() & {"architectures", "model_type"}
-
-
-def is_described(content: dict) -> bool:
-    """Whether a config.json is one of GPT-2."""
-    return is_nanogpt(content) or family_of(content) == GPT2
 
 
 def block_config(width: int, heads: int, **others) -> Config:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from export import chat, gpt2
 from export.config import config_from_hf, family_of, text_config
 from export.errors import ExportError, malformed
-from export.families import FAMILIES, TEXT_OF
+from export.families import FAMILIES, GPT2, TEXT_OF
 from export.files import read_array, read_json, read_json_if_there
 from export.model import Model, Part, check_tied, collect, split_fused
 from export.settings import Settings
@@ -97,8 +97,7 @@ def _part(path: Path, name: str, entry: dict, data_at: int) -> Part:
         values = read_array(path, offset + size * start * columns, (stop - start) * columns, dtype)
         if kind == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):  # the writer finds what became infinite
-            values = values.astype(np.float32, copy=False)
+        values = values.astype(np.float32, copy=False)
         return values.reshape(stop - start, *shape[1:])
 
     return Part(name, shape, read)
@@ -171,12 +170,10 @@ def load(folder: Path) -> Model:
         raise ExportError(f"{folder}: config.json is not there; is this a Hugging Face folder?")
     content = read_json(folder / "config.json")
     generation = read_json_if_there(folder / "generation_config.json")
-    with malformed(f"{folder / 'config.json'}"):
-        of_gpt2 = gpt2.is_described(content)
-    if of_gpt2:
+    family = GPT2 if gpt2.is_nanogpt(content) else family_of(content)
+    if family == GPT2:
         return gpt2.load(folder, content, generation, _all_tensors(folder))
     with malformed(f"{folder / 'config.json'}"):
-        family = family_of(content)
         content = text_config(content)
         config = config_from_hf(content, generation, name=folder.resolve().name)
         kind = FAMILIES[family_of(content)]

@@ -105,8 +105,7 @@ class Config:
                 raise ExportError(f"config: {name} {value} is not in {lowest} to 1e6")
         if not 1e-12 <= self.norm_eps <= 1e-1:
             raise ExportError(f"config: norm epsilon {self.norm_eps} is not in 1e-12 to 1e-1")
-        with np.errstate(over="ignore"):  # what has become infinite is refused below
-            table = self.rope_table.astype(np.float32)
+        table = self.rope_table.astype(np.float32)
         if len(table) and not 2 <= self.rotary_dims <= self.head_dim:
             raise ExportError(
                 f"config: RoPE turns {self.rotary_dims} dimensions of a head of {self.head_dim}"

@@ -128,7 +128,9 @@ def _check(model: SentencePieceModel) -> None:
                 f"no NUL, found {len(piece.text)} bytes"
             )
         if not math.isfinite(piece.score):
-            raise ExportError(f"sentencepiece model: piece {index} has the score {piece.score}")
+            raise ExportError(
+                f"sentencepiece model: piece {index}: expected a finite score, found {piece.score}"
+            )
         if not NORMAL <= piece.kind <= BYTE:
             raise ExportError(f"sentencepiece model: piece {index} has unknown type {piece.kind}")
         if piece.text in seen:

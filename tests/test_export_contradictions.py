@@ -155,7 +155,7 @@ def test_a_text_part_that_is_there_twice(tmp_path, out, capsys):
     [
         ("rope_scaling", {"rope_type": "linear", "factor": 8.0}, "rope_scaling: expected it in te"),
         ("sliding_window_pattern", 3, "sliding_window_pattern: expected it in text_config"),
-        ("use_bidirectional_attention", True, "use_bidirectional_attention: expected it in text"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention is not supported"),
         ("quantization_config", {"bits": 4}, "quantised checkpoints are not supported"),
     ],
 )
@@ -302,20 +302,25 @@ def test_gguf_arrays_of_arrays(tmp_path, out, capsys):
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
 def test_scores_that_are_not_finite(score):
     pieces = [spm.Piece(b"<unk>", 0.0, spm.UNKNOWN), spm.Piece(b"a", score, spm.NORMAL)]
-    with pytest.raises(ExportError, match="piece 1 has the score"):
+    with pytest.raises(ExportError, match="piece 1: expected a finite score, found"):
         section_from_sentencepiece(spm.build(pieces))
 
 
-def test_many_tokens(tmp_path):
-    """60,000 control pieces took 12 s, so many added tokens with a list of special ones minutes."""
-    begun, count = time.monotonic(), 60_000
-    control = [spm.Piece(f"<{i}>".encode(), 0.0, spm.CONTROL) for i in range(count)]
+def test_many_control_pieces():
+    """60,000 took 12 s."""
+    begun = time.monotonic()
+    control = [spm.Piece(f"<{i}>".encode(), 0.0, spm.CONTROL) for i in range(60_000)]
     section_from_sentencepiece(spm.build([spm.Piece(b"<unk>", 0.0, spm.UNKNOWN), *control]))
-    special = [f"<{i}>" for i in range(count)]
+    assert time.monotonic() - begun < 8
+
+
+def test_many_added_tokens(tmp_path):
+    """20,000 beside a list of as many took 17 s."""
+    begun, names = time.monotonic(), [f"<{i}>" for i in range(20_000)]
     for name, content in (
         ("tokenizer.json", writers.byte_level_json()),
-        ("tokenizer_config.json", {"additional_special_tokens": special}),
-        ("added_tokens.json", {f"<{i}>": 300 + i for i in range(count // 60)}),
+        ("tokenizer_config.json", {"additional_special_tokens": names}),
+        ("added_tokens.json", {name: 300 + i for i, name in enumerate(names)}),
     ):
         (tmp_path / name).write_text(json.dumps(content))
     section_from_hf(tmp_path)

@@ -51,6 +51,7 @@ SHARD = "model-00001-of-00002.safetensors"
         ({"mlp_bias": True}, "mlp_bias is not supported"),
         ({"mlp_bias": 3}, "mlp_bias: expected true or false, found 3"),
         ({"hidden_act": "gelu"}, "hidden_act: expected silu, found 'gelu'"),
+        ({"hidden_activation": "gelu"}, "hidden_activation: expected silu, found 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
         ({"hidden_size": 60, "head_dim": 16}, "width 60 is not a multiple of 8"),
         ({"hidden_size": 100, "head_dim": None}, "hidden_size 100 is not a multiple of 8 heads"),
