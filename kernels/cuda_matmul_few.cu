@@ -59,6 +59,19 @@ struct barriers {
     uint64_t facts;             /* they are gathered | read */
 };
 
+/* By one thread of every consumer warp; also those of places that the ring does not have. */
+__device__ __forceinline__ void init_barriers(barriers &barrier, int warp) {
+    constexpr int OF_WARP = MAX_STAGES / (CONSUMERS / 32);
+#pragma unroll
+    for (int s = warp * OF_WARP; s < (warp + 1) * OF_WARP; s++) {
+        barrier_init(shared_address(&barrier.W[s]), 1);
+        barrier_init(shared_address(&barrier.rows[s]), 1);
+        barrier_init(shared_address(&barrier.empty[s]), CONSUMERS / 32);
+    }
+    if (warp == 0) barrier_init(shared_address(&barrier.facts), 32);
+    barriers_ready();
+}
+
 /* A place in the ring and the parity of its phase. */
 struct place {
     int stage, parity;
@@ -127,10 +140,10 @@ __device__ void ask_for_weights(const CUtensorMap *tall, const CUtensorMap *low,
 template <class S>
 __device__ void ask_for_rows(const CUtensorMap *map, const deal &d, uint32_t ring,
                              barriers *barrier) {
+    const int tiles = tile_walk(d).tiles;
     place next = {0, 1};
     prefetch_map(map);
     wait_for_inputs();
-    const int tiles = tile_walk(d).tiles;
     for (int tile = 0; tile < tiles; tile++)
         for (int k = 0; k < d.steps * S::DEPTH; k += S::DEPTH) {
             const uint32_t full = shared_address(&barrier->rows[next.stage]);
@@ -192,8 +205,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[2][ROWS / 2], const 
  *           whatever the tile. Units past N and K's end arrive as zeros, rows past T as what
  *           lies there. Sums of squares by thread, lanes, warps and blocks, each in order.
  * Barriers  struct barriers; __syncthreads: barriers are ready | used; leave_squares.
- * Order     W is asked for at once, up to the ring's size before the inputs are there; rows, their
- *           facts, residual, cosines and sines after the wait.
+ * Order     W is asked for at once, up to the ring's size before the inputs are there, norms' weights, biases,
+ *           slots and positions as well; rows, their factors, residual, cosines and sines after the wait.
  * Form      one warpgroup and few registers rather than the 384 threads of cuda_matmul_hopper.cu, so
  *           that neighbours of the chain share a multiprocessor. */
 template <int ROWS, enum epilogue E>
@@ -210,15 +223,7 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int lane = (int)threadIdx.x % 32;
     start_dependents();
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < d.stages; s++) {
-            barrier_init(shared_address(&barrier.W[s]), 1);
-            barrier_init(shared_address(&barrier.rows[s]), 1);
-            barrier_init(shared_address(&barrier.empty[s]), CONSUMERS / 32);
-        }
-        barrier_init(shared_address(&barrier.facts), 32);
-        barriers_ready();
-    }
+    if (lane == 0 && warp < CONSUMERS / 32) init_barriers(barrier, warp);
     __syncthreads();
     if (warp == CONSUMERS / 32) {
         if (lane == 0) ask_for_weights<S, E>(&tall, &low, p, d, ring, &barrier);
@@ -228,7 +233,6 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
         if (lane == 0) ask_for_rows<S>(&rows, d, ring, &barrier);
         return;
     }
-    wait_for_inputs();
     if (warp > CONSUMERS / 32) {
         gather_facts<ROWS, E>(p, facts);
         barrier_arrive(shared_address(&barrier.facts)); /* each lane after its own facts */
@@ -247,17 +251,22 @@ __global__ void __launch_bounds__(THREADS, ROWS > 16 ? 1 : 2)
             barrier_wait(shared_address(&barrier.facts), 0);
         };
         if constexpr (E == EPILOGUE_ADD) {
-            const residual<ROWS> before(p, t, n, last);
+            residual<ROWS> before(p, n, last);
+            wait_for_inputs();
+            before.load(p, t, n, last);
             multiply();
             finish_add<ROWS>(p, sums, before, facts, squares, t, n, last);
         } else if constexpr (E == EPILOGUE_QKV) {
             const int octet = group / d.across, heads = d.units / PAIRED; /* of the tile */
             const int head = warp < heads ? (group - octet * d.across) * heads + warp : NO_HEAD;
             const pair_of_head pair(p.heads, octet, head, lane / 4);
-            const turns<ROWS> turns(p, t, pair);
+            turns<ROWS> turns(p, pair);
+            wait_for_inputs();
+            turns.load(p, t, pair);
             multiply();
             finish_heads<ROWS>(p, sums, turns, facts, t, pair);
         } else {
+            wait_for_inputs();
             multiply();
             finish_plain<ROWS, E>(p, sums, facts, t, n, last);
         }

@@ -31,7 +31,8 @@ template <int ROWS> struct row_facts {
     float squares[FEW_CONSUMERS / 32][ROWS]; /* ADD: sums over a warp's units */
 };
 
-/* The facts of the rows, by one warp, while the others wait for W. */
+/* The facts of the rows, by one warp, while the others wait for W. Slots and positions may be read before the
+ * wait (embed_kernel). */
 template <int ROWS, enum epilogue E>
 __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &facts) {
     constexpr int ACROSS = ROWS < 32 ? ROWS : 32; /* rows side by side */
@@ -39,22 +40,28 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
     /* Loads under way together, each round taking 0.6 us: 132 parts by the 4 lanes of 8 rows. */
     constexpr int BATCH = 34;
     const int lane = (int)threadIdx.x % 32;
+    for (int row = lane; E == EPILOGUE_QKV && row < p.T; row += 32) {
+        const heads &h = p.heads;
+        const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
+        facts.place[row] = (slot + (size_t)place_in_ring(__ldcg(h.positions + row), h.R)) * h.D;
+    }
+    const size_t step = (size_t)LANES * (size_t)p.squares_stride; /* between a lane's parts */
 #pragma unroll 1
     for (int row = lane % ACROSS; row < ROWS; row += ACROSS) {
         const bool valid = row < p.T;
+        const float *from = p.squares + (size_t)(lane / ACROSS) * (size_t)p.squares_stride + row;
+        int left = valid ? p.parts - lane / ACROSS : 0;
         float sum = 0, scale = 1;
+        wait_for_inputs();
 #pragma unroll 1
-        for (int first = lane / ACROSS; first < p.parts; first += BATCH * LANES) {
+        for (; left > 0; left -= BATCH * LANES, from += BATCH * step) {
             float part[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int index = first + i * LANES;
-                part[i] = valid && index < p.parts
-                              ? __ldcg(p.squares + (size_t)index * p.squares_stride + row)
-                              : 0.0f;
-            }
+            for (int i = 0; i < BATCH; i++)
+                part[i] = i * LANES < left ? __ldcg(from + i * step) : 0.0f;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) sum += part[i];
+            for (int i = 4; i < BATCH; i++) part[i % 4] += part[i];
+            sum += (part[0] + part[1]) + (part[2] + part[3]);
         }
 #pragma unroll
         for (int distance = ACROSS; distance < 32; distance *= 2)
@@ -64,11 +71,6 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
         else if (p.scale && valid)
             scale = __ldcg(p.scale + row);
         if (lane < ACROSS) facts.scale[row] = scale;
-        if (E == EPILOGUE_QKV && lane < ACROSS && valid) {
-            const heads &h = p.heads;
-            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
-            facts.place[row] = (slot + (size_t)place_in_ring(__ldcg(h.positions + row), h.R)) * h.D;
-        }
     }
 }
 
@@ -79,14 +81,16 @@ __device__ __forceinline__ int row_of_result(int t, int i) {
     return t + i / 4 * 8 + i % 2;
 }
 
-/* ADD: what a thread's results are added to, and the next norm's weights; asked for before the
+/* ADD: the next norm's weights, and what a thread's results are added to: load() goes between the wait and the
  * tile's products. */
 template <int ROWS> struct residual {
-    float y[ROWS / 2], gamma[2];
-    __device__ __forceinline__ residual(const product &p, int t, int n, int last) {
+    float gamma[2], y[ROWS / 2];
+    __device__ __forceinline__ residual(const product &p, int n, int last) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            gamma[half] = p.gamma && n + 8 * half < last ? __ldg(p.gamma + n + 8 * half) : 0.0f;
+            gamma[half] = p.gamma && n + 8 * half < last ? __ldcg(p.gamma + n + 8 * half) : 0.0f;
+    }
+    __device__ __forceinline__ void load(const product &p, int t, int n, int last) {
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) {
             const int row = row_of_result(t, i), unit = n + i / 2 % 2 * 8;
@@ -110,16 +114,18 @@ struct pair_of_head {
     }
 };
 
-/* QKV: the bias of the thread's pair, and the rows' cosines and sines; asked for before the tile's
- * products. */
+/* QKV: the bias of the thread's pair, and the rows' cosines and sines: load() goes between the wait and the
+ * tile's products. */
 template <int ROWS> struct turns {
     float bias[2], cosine[ROWS / 4], sine[ROWS / 4];
-    __device__ __forceinline__ turns(const product &p, int t, const pair_of_head &pair) {
-        const int half = p.heads.half;
+    __device__ __forceinline__ turns(const product &p, const pair_of_head &pair) {
         const float *const biases = p.heads.bias + (size_t)pair.head * p.heads.D;
         const bool biased = p.heads.bias && pair.exists;
-        bias[0] = biased ? __ldg(biases + pair.first) : 0.0f;
-        bias[1] = biased ? __ldg(biases + pair.second) : 0.0f;
+        bias[0] = biased ? __ldcg(biases + pair.first) : 0.0f;
+        bias[1] = biased ? __ldcg(biases + pair.second) : 0.0f;
+    }
+    __device__ __forceinline__ void load(const product &p, int t, const pair_of_head &pair) {
+        const int half = p.heads.half;
 #pragma unroll
         for (int i = 0; i < ROWS / 4; i++) {
             const int row = row_of_result(t, 2 * i - i % 2);
