@@ -123,8 +123,8 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           products, which struct stream explains.
  * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
  * Owners    a block the units of unit_of_block. Eight warps consume: a lane keeps inputs in registers
- *           and reads every weight once, 16 bytes at a time. The ninth warp produces, a tenth finds the
- *           factor of the norm.
+ *           and reads every weight once, 16 bytes at a time. Four more produce: all begin to fill the ring, then
+ *           one goes on and one finds the factor of the norm.
  * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
  * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 93 % of what reading
  *           memory does on an H200.
@@ -133,8 +133,8 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           is added up by thread, AFTER over the slices, by warp; PROJECT's by warp, over blocks.
  * Barriers  full[s]: a stage has landed | it is read. empty[s]: all threads have read it | it is
  *           overwritten. First __syncthreads: barriers are ready | used. squared, AFTER: squares[] is
- *           written | the tenth warp reads it. SUMMED: partial[] and the factor are written | read by
- *           other threads.
+ *           written | the warp that finds the factor reads it. SUMMED: partial[] and the factor are
+ *           written | read by other threads.
  * Order     weights, the norms', slots and positions are asked for before the wait, all else after it.
  * Needs     a kernel of this step that waited before it let others start (embed), for slots and positions.
  * Form      a ring filled by the copy engine rather than loads into registers: it holds three times
@@ -146,26 +146,19 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES], squared;
     __shared__ float squares[CONSUMERS], factor;
     constexpr int U = rows_of_unit<M>;
-    float *partial = (float *)(ring + (size_t)p.stages * F::STAGE * p.K * 2);
     const int units = p.least + ((int)blockIdx.x < p.more);
+    const int producer = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0) - WARPS;
     start_dependents();
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < p.stages; s++) {
-            barrier_init(shared_address(&full[s]), 1);
-            barrier_init(shared_address(&empty[s]), CONSUMERS);
-        }
-        barrier_init(shared_address(&squared), CONSUMERS);
-        barriers_ready();
-    }
+    if (threadIdx.x == 0) barrier_init(shared_address(&squared), CONSUMERS);
+    init_ring(producer, full, empty);
     __syncthreads();
-    if (M != PROJECT && threadIdx.x >= NORMING) {
-        find_factor<F, AFTER>(p, squares, &squared, &factor);
+    if (producer >= 0) {
+        begin_ring<M, F>(p, producer, ring, full, units * U);
+        if (producer == 0) produce<M, F>(p, ring, full, empty, units * U);
+        if (producer == 1 && M != PROJECT) find_factor<F, AFTER>(p, squares, &squared, &factor);
         return;
     }
-    if (threadIdx.x >= CONSUMERS) {
-        produce<M, F>(p, ring, full, empty, units * U);
-        return;
-    }
+    float *partial = (float *)(ring + (size_t)p.stages * F::STAGE * p.K * 2);
     inputs<F> in;
     ahead<M, AFTER> ahead = {};
     if (threadIdx.x < units) ahead.locate(p, threadIdx.x);
@@ -217,7 +210,7 @@ void launch_form(struct cuda_backend *b, stream p, size_t ring, size_t least) {
     p.in_turns = p.least / GRAIN * GRAIN;
     p.stages = (int)stages;
     p.in_flight = (int)std::min(std::max((size_t)IN_FLIGHT / stage, (size_t)2), stages);
-    cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), threads<M>,
+    cuda_launch(b, "decode", decode_kernel<M, F, AFTER>, dim3((unsigned)blocks), THREADS,
                 std::max(shared, least), p);
 }
 

@@ -12,13 +12,16 @@ namespace {
 enum {
     WARPS = 8,
     CONSUMERS = WARPS * 32,
-    NORMING = CONSUMERS + 32, /* with the producer, or with the warp that finds the norm's factor */
+    PRODUCERS =
+        4, /* warps: all ask for the first stages, then one goes on and one finds the norm's factor */
+    NORMING = CONSUMERS + 32, /* with that one */
+    THREADS = CONSUMERS + 32 * PRODUCERS,
     MAX_STAGES = 32,
     GRAIN = 2, /* units (unit_of_block) */
     SUMMED = 1 /* named barrier: sums, and the norm's factor, are written | read */
 };
+static_assert(MAX_STAGES % PRODUCERS == 0, "producers share the barriers");
 enum mode { QKV, PROJECT, GATE_UP, STORE };
-template <mode M> constexpr int threads = M == PROJECT ? NORMING : NORMING + 32;
 
 struct stream {
     const bf16 *W;      /* [rows, K] */
@@ -97,33 +100,81 @@ template <mode M> __device__ __forceinline__ unsigned row_of(const stream &p, in
     return (unsigned)unit;
 }
 
-/* ---- the producer ---- */
+/* ---- the producers ---- */
 
-/* Copies this block's rows, stage after stage; a lane takes one row of a stage. Where it lies is worked out
- * before the waits, after which a copy should be asked for at once. Bytes may come before they are expected:
- * the arrival that expects them is still missing. */
+/* The ring's barriers, also those of places that it does not have. producer: which one the warp is; below 0, a
+ * consumer. */
+__device__ __forceinline__ void init_ring(int producer, uint64_t *full, uint64_t *empty) {
+    if (producer < 0 || threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int i = 0; i < MAX_STAGES / PRODUCERS; i++) {
+        barrier_init(shared_address(&full[producer + i * PRODUCERS]), 1);
+        barrier_init(shared_address(&empty[producer + i * PRODUCERS]), CONSUMERS);
+    }
+    barriers_ready();
+}
+
+/* Where a row comes from and goes to. */
+struct copy {
+    const bf16 *from;
+    uint32_t to, barrier;
+};
+
+/* Of row r of the block's stage i, in place s of the ring. */
 template <mode M, class F>
-__device__ __forceinline__ void produce(const stream &p, char *ring, uint64_t *full,
-                                        uint64_t *empty, int rows) {
+__device__ __forceinline__ copy copy_of(const stream &p, const char *ring, const uint64_t *full,
+                                        int i, int s, int r) {
     constexpr int U = rows_of_unit<M>;
+    const int row = i * F::STAGE + r, unit = unit_of_block(p, (unsigned)(row / U));
+    copy c;
+    c.from = p.W + (size_t)row_of<M>(p, unit, row % U) * (unsigned)p.K;
+    c.to = shared_address(ring) + (uint32_t)((s * F::STAGE + r) * p.K * 2);
+    c.barrier = shared_address(&full[s]);
+    return c;
+}
+
+/* By a warp: lanes below `count` copy a row each. expected: rows of the stage, said once. Bytes may come before
+ * they are expected: the arrival that expects them is still missing. */
+__device__ __forceinline__ void ask(const stream &p, const copy &c, int count, int expected) {
     const int lane = threadIdx.x % 32;
     const uint32_t row_bytes = (uint32_t)p.K * 2;
-    int s = 0, parity = 1, landed = 0, landed_parity = 0;
+    if (lane == 0 && expected > 0) barrier_expect(c.barrier, (uint32_t)expected * row_bytes);
+    if (lane < count) copy_bulk(c.to, c.from, row_bytes, c.barrier);
+}
+
+/* As many stages as may be in flight; the producers take some rows of a stage each in turn. The sooner a ring
+ * begins to fill the less memory rests while the kernel before it hands over: 1B 1 %, Gemma-3-1B 1 %. */
+template <mode M, class F>
+__device__ __forceinline__ void begin_ring(const stream &p, int producer, const char *ring,
+                                           uint64_t *full, int rows) {
+    constexpr int SOME = F::STAGE < 4 ? F::STAGE : 4;
+    const int lane = threadIdx.x % 32, end = min(rows, p.in_flight * F::STAGE);
 #pragma unroll 1
-    for (int i = 0; i * F::STAGE < rows; i++) {
-        const int count = min(F::STAGE, rows - i * F::STAGE), row = i * F::STAGE + lane;
-        const bf16 *from =
-            p.W + (size_t)row_of<M>(p, unit_of_block(p, row / U), row % U) * (unsigned)p.K;
-        uint32_t barrier = shared_address(&full[s]);
-        uint32_t to = shared_address(ring) + (uint32_t)(s * F::STAGE + lane) * row_bytes;
-        asm volatile("" : "+l"(from), "+r"(to), "+r"(barrier)); /* not after the waits */
+    for (int row = producer * SOME; row < end; row += PRODUCERS * SOME) {
+        const int s = row / F::STAGE, first = row % F::STAGE;
+        ask(p, copy_of<M, F>(p, ring, full, s, s, first + lane), min(SOME, end - row),
+            first == 0 ? min(F::STAGE, rows - row) : 0);
+    }
+}
+
+/* Copies the block's other rows, stage after stage, a lane a row. Where it lies is worked out before the waits,
+ * after which a copy should be asked for at once. */
+template <mode M, class F>
+__device__ __forceinline__ void produce(const stream &p, const char *ring, uint64_t *full,
+                                        uint64_t *empty, int rows) {
+    const int lane = threadIdx.x % 32;
+    int s = p.in_flight, parity = 1, landed = 0, landed_parity = 0;
+    if (s == p.stages) s = 0, parity = 0;
+#pragma unroll 1
+    for (int i = p.in_flight; i * F::STAGE < rows; i++) {
+        const int count = min(F::STAGE, rows - i * F::STAGE);
+        copy c = copy_of<M, F>(p, ring, full, i, s, lane);
+        asm volatile("" : "+l"(c.from), "+r"(c.to), "+r"(c.barrier)); /* not after the waits */
         if (i >= p.stages) barrier_wait(shared_address(&empty[s]), parity);
-        if (i >= p.in_flight) { /* more would queue ahead of the chain's activations */
-            barrier_wait(shared_address(&full[landed]), landed_parity);
-            if (++landed == p.stages) landed = 0, landed_parity ^= 1;
-        }
-        if (lane == 0) barrier_expect(barrier, (uint32_t)count * row_bytes);
-        if (lane < count) copy_bulk(to, from, row_bytes, barrier);
+        /* More in flight would queue ahead of the chain's activations. */
+        barrier_wait(shared_address(&full[landed]), landed_parity);
+        if (++landed == p.stages) landed = 0, landed_parity ^= 1;
+        ask(p, c, count, count);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
