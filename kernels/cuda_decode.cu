@@ -2,7 +2,7 @@
  * weights that never stop, with norm, RoPE, cache, residual and activation fused in.
  *
  * A step is a chain of kernels joined by programmatic dependent launch. Each has one block a
- * multiprocessor, and its producer warp fills a ring in shared memory with weights before the
+ * multiprocessor, and its producers fill a ring in shared memory with weights before the
  * kernel's input is ready, while the kernel before it drains. What is lost at a boundary is then
  * the hand-over of a few KB of activations and not the start of a stream. */
 #include "kernels/cuda_decode.cuh"
@@ -180,7 +180,7 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
  * all three. But no multiprocessor may have room for two blocks of a kernel when the first ones are
  * placed: others would get none, and the next kernels inherit that. So the kernel after attention,
  * which leaves multiprocessors empty, takes more than half (without that the 8B shape loses a quarter
- * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers. Gate and up
+ * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers (of a few widths for two). Gate and up
  * have what the product after attention leaves. */
 enum {
     RING_QKV = 96 << 10,

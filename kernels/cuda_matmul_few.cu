@@ -62,6 +62,7 @@ struct barriers {
 /* By one thread of every consumer warp; also those of places that the ring does not have. */
 __device__ __forceinline__ void init_barriers(barriers &barrier, int warp) {
     constexpr int OF_WARP = MAX_STAGES / (CONSUMERS / 32);
+    static_assert(MAX_STAGES % (CONSUMERS / 32) == 0, "warps share the barriers");
 #pragma unroll
     for (int s = warp * OF_WARP; s < (warp + 1) * OF_WARP; s++) {
         barrier_init(shared_address(&barrier.W[s]), 1);
@@ -203,10 +204,12 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[2][ROWS / 2], const 
  *           at T = 16 half for N = 4096, a seventh for gate and up.
  * Numerics  f32 sums over K in ascending order, even and odd pieces of 64 apart (not with ACTIVATE),
  *           whatever the tile. Units past N and K's end arrive as zeros, rows past T as what
- *           lies there. Sums of squares by thread, lanes, warps and blocks, each in order.
+ *           lies there. Sums of squares by thread, lanes, warps and blocks, each in a fixed
+ *           order.
  * Barriers  struct barriers; __syncthreads: barriers are ready | used; leave_squares.
  * Order     W is asked for at once, up to the ring's size before the inputs are there, norms' weights, biases,
  *           slots and positions as well; rows, their factors, residual, cosines and sines after the wait.
+ * Needs     a kernel of this step that waited before it let others start (embed), for slots and positions.
  * Form      one warpgroup and few registers rather than the 384 threads of cuda_matmul_hopper.cu, so
  *           that neighbours of the chain share a multiprocessor. */
 template <int ROWS, enum epilogue E>

@@ -40,11 +40,12 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
     /* Loads under way together, each round taking 0.6 us: 132 parts by the 4 lanes of 8 rows. */
     constexpr int BATCH = 34;
     const int lane = (int)threadIdx.x % 32;
-    for (int row = lane; E == EPILOGUE_QKV && row < p.T; row += 32) {
-        const heads &h = p.heads;
-        const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
-        facts.place[row] = (slot + (size_t)place_in_ring(__ldcg(h.positions + row), h.R)) * h.D;
-    }
+    if constexpr (E == EPILOGUE_QKV)
+        for (int row = lane; row < p.T; row += 32) {
+            const heads &h = p.heads;
+            const size_t slot = (size_t)__ldcg(h.slots + row) * h.G * h.R;
+            facts.place[row] = (slot + (size_t)place_in_ring(__ldcg(h.positions + row), h.R)) * h.D;
+        }
     const size_t step = (size_t)LANES * (size_t)p.squares_stride; /* between a lane's parts */
 #pragma unroll 1
     for (int row = lane % ACROSS; row < ROWS; row += ACROSS) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void gather_facts(const product &p, row_facts<ROWS> &
         const float *from = p.squares + (size_t)(lane / ACROSS) * (size_t)p.squares_stride + row;
         int left = valid ? p.parts - lane / ACROSS : 0;
         float sum = 0, scale = 1;
-        wait_for_inputs();
+        wait_for_inputs(); /* after the first row's addresses; a second time it is over at once */
 #pragma unroll 1
         for (; left > 0; left -= BATCH * LANES, from += BATCH * step) {
             float part[BATCH];

@@ -102,6 +102,20 @@ static void operators_of_few_rows_at_every_width(void) {
             }
 }
 
+/* Few rows, around what each form of cuda_matmul_few.cu takes: their places in the cache go round its ring, and
+ * their sums of squares come in as many parts as there are multiprocessors; those of qkv in the second layer. */
+static void few_rows_around_a_ring(void) {
+    static const int few[] = {2, 8, 9, 16, 17, 32, 33, 64};
+    for (int i = quick; i < (int)(sizeof few / sizeof *few); i += 1 + quick)
+        for (int round = 1; round <= 2; round++) {
+            struct config c = random_config((struct shape){1104, 2, 26, 2, 64, 1000, 33}, BF16);
+            c.layer[0].window = c.layer[1].window = 100;
+            const struct limits limits = {.context = 1024, .chunk = few[i] + few[i] % 3};
+            const int R = plan_device_ring(&c, &limits, 0);
+            check_config(c, few[i], round * R - few[i] / 2);
+        }
+}
+
 /* A layer as wide as the 8B model's, whose configurations small shapes do not reach. */
 static void operators_on_a_wide_layer(void) {
     static const int few[] = {1, 2, 4, 5, 16, 17, 48, 130};
@@ -421,6 +435,7 @@ static const struct {
     {"operators_with_every_flag", operators_with_every_flag},
     {"one_row_that_attention_finishes", one_row_that_attention_finishes},
     {"operators_of_few_rows_at_every_width", operators_of_few_rows_at_every_width},
+    {"few_rows_around_a_ring", few_rows_around_a_ring},
     {"operators_after_long_caches", operators_after_long_caches},
     {"one_row_over_caches_of_any_length", one_row_over_caches_of_any_length},
     {"prompts_on_every_tile", prompts_on_every_tile},
