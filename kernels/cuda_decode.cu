@@ -180,8 +180,8 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
  * all three. But no multiprocessor may have room for two blocks of a kernel when the first ones are
  * placed: others would get none, and the next kernels inherit that. So the kernel after attention,
  * which leaves multiprocessors empty, takes more than half (without that the 8B shape loses a quarter
- * of its speed), and down leaves room for one block of qkv, not for two, here or in its registers (of a few widths for two). Gate and up
- * have what the product after attention leaves. */
+ * of its speed), and down leaves room for one block of qkv, not for two (but of a few widths), here or in
+ * its registers. Gate and up have what the product after attention leaves. */
 enum {
     RING_QKV = 96 << 10,
     RING_QKV_SHORT = 64 << 10,

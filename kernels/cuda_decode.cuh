@@ -14,8 +14,7 @@ enum {
     CONSUMERS = WARPS * 32,
     /* Warps: all ask for the first stages, then one goes on and one finds the norm's factor. */
     PRODUCERS = 4,
-    NORMING =
-        CONSUMERS + 32, /* consumers, and the warp that finds the factor: who meet at SUMMED */
+    NORMING = CONSUMERS + 32, /* who meet at SUMMED: consumers, and the warp with the factor */
     THREADS = CONSUMERS + 32 * PRODUCERS,
     MAX_STAGES = 32,
     GRAIN = 2, /* units (unit_of_block) */
@@ -70,8 +69,8 @@ template <int SLICES_, int VECTORS_, int ROWS_, int PARTIAL_ = 1> struct form {
 template <mode M, class F, bool AFTER> constexpr int registers() {
     if (F::VECTORS > 10) return 168;
     if (F::VECTORS > 7) return 104;
-    if (F::VECTORS == 1) return 64; /* with 72 for qkv and out Qwen3-0.6B takes 3 % longer */
-    if (AFTER && M != PROJECT && F::VECTORS < 5) return F::VECTORS > 2 ? 128 : 96;
+    if (AFTER && M != PROJECT && F::VECTORS < 5)
+        return F::VECTORS > 2 ? 128 : F::VECTORS > 1 ? 96 : 72;
     if (F::VECTORS > 4) return F::VECTORS > 5 ? 80 : 72;
     if (F::SLICES < 8 || (F::VECTORS == 2 && F::ROWS == 4)) return 72;
     return M == QKV && F::VECTORS > 3 ? 72 : 64;
@@ -134,6 +133,15 @@ __device__ __forceinline__ copy copy_of(const stream &p, const char *ring, const
     return c;
 }
 
+/* By a warp: lanes below `count` copy a row each. expected: rows of the stage, said once. Bytes may come before
+ * they are expected: the arrival that expects them is still missing. */
+__device__ __forceinline__ void ask(const stream &p, const copy &c, int count, int expected) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t row_bytes = (uint32_t)p.K * 2;
+    if (lane == 0 && expected > 0) barrier_expect(c.barrier, (uint32_t)expected * row_bytes);
+    if (lane < count) copy_bulk(c.to, c.from, row_bytes, c.barrier);
+}
+
 /* As many stages as may be in flight; the producers take some rows of a stage each in turn. The sooner a ring
  * begins to fill the less memory rests while the kernel before it hands over: 1B 1 %, Gemma-3-1B 1 %. */
 template <mode M, class F>
@@ -142,15 +150,11 @@ __device__ __forceinline__ void begin_ring(const stream &p, int producer, const 
     constexpr int SOME = F::STAGE < 4 ? F::STAGE : 4; /* 16 by one warp: Qwen3-0.6B 2 % slower */
     static_assert(F::STAGE % SOME == 0, "rows that are taken together lie in one stage");
     const int lane = threadIdx.x % 32, end = min(rows, p.in_flight * F::STAGE);
-    const uint32_t row_bytes = (uint32_t)p.K * 2;
 #pragma unroll 1
     for (int row = producer * SOME; row < end; row += PRODUCERS * SOME) {
-        if (lane >= min(SOME, end - row)) continue;
-        const int s = row / F::STAGE, r = row % F::STAGE + lane;
-        const copy c = copy_of<M, F>(p, ring, full, s, s, r);
-        /* Bytes may come before they are expected: the arrival that expects them is still missing. */
-        if (r == 0) barrier_expect(c.barrier, (uint32_t)min(F::STAGE, rows - row) * row_bytes);
-        copy_bulk(c.to, c.from, row_bytes, c.barrier);
+        const int s = row / F::STAGE, first = row % F::STAGE;
+        ask(p, copy_of<M, F>(p, ring, full, s, s, first + lane), min(SOME, end - row),
+            first == 0 ? min(F::STAGE, rows - row) : 0);
     }
 }
 
@@ -165,15 +169,13 @@ __device__ __forceinline__ void produce(const stream &p, const char *ring, uint6
 #pragma unroll 1
     for (int i = p.in_flight; i * F::STAGE < rows; i++) {
         const int count = min(F::STAGE, rows - i * F::STAGE);
-        const uint32_t row_bytes = (uint32_t)p.K * 2;
         copy c = copy_of<M, F>(p, ring, full, i, s, lane);
         asm volatile("" : "+l"(c.from), "+r"(c.to), "+r"(c.barrier)); /* not after the waits */
         if (i >= p.stages) barrier_wait(shared_address(&empty[s]), parity);
         /* More in flight would queue ahead of the chain's activations. */
         barrier_wait(shared_address(&full[landed]), landed_parity);
         if (++landed == p.stages) landed = 0, landed_parity ^= 1;
-        if (lane == 0) barrier_expect(c.barrier, (uint32_t)count * row_bytes);
-        if (lane < count) copy_bulk(c.to, c.from, row_bytes, c.barrier);
+        ask(p, c, count, count);
         if (++s == p.stages) s = 0, parity ^= 1;
     }
 }
@@ -289,8 +291,8 @@ __device__ __forceinline__ void load_normed(inputs<F> &in, const stream &p, floa
     barrier_arrive(shared_address(squared));
 }
 
-/* The factor of the norm, found by a producer that has nothing else to do by then: from x, or AFTER a norm, which
- * makes x, from squares[], of which those of SLICES warps are x's. */
+/* The factor of the norm, found by a producer that has nothing else to do by then: from x, or AFTER a norm,
+ * which makes x, from squares[], of which those of SLICES warps are x's. */
 template <class F, bool AFTER>
 __device__ __forceinline__ void find_factor(const stream &p, const float *squares,
                                             uint64_t *squared, float *factor) {
