@@ -86,7 +86,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 /* ---- dependent launch ---- */
 
 /* Until every kernel before this one has ended and its writes are visible. Every block of every kernel
- * calls it, also one without work, before it touches anything but weights, and what embed_kernel's card allows. */
+ * calls it, also one without work, before it touches anything but weights and what embed_kernel's card
+ * allows. */
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

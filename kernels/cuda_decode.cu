@@ -123,8 +123,8 @@ __device__ __forceinline__ void finish(const stream &p, const float *partial, fl
  *           products, which struct stream explains.
  * Shapes    struct stream; K a multiple of 8 up to 256 SLICES VECTORS.
  * Owners    a block the units of unit_of_block. Eight warps consume: a lane keeps inputs in registers
- *           and reads every weight once, 16 bytes at a time. Four more produce: all begin to fill the ring, then
- *           one goes on and one finds the factor of the norm.
+ *           and reads every weight once, 16 bytes at a time. Four more produce: all begin to fill the ring,
+ *           then one goes on and one finds the factor of the norm.
  * Shared    stages x F::STAGE rows of weights; partial f32 [rows][SLICES].
  * Bound     bytes: 2 K a row, each read once. A step of the 8B shape reaches 93 % of what reading
  *           memory does on an H200.
@@ -147,10 +147,11 @@ __global__ void __maxnreg__((registers<M, F, AFTER>()))
     __shared__ float squares[CONSUMERS], factor;
     constexpr int U = rows_of_unit<M>;
     const int units = p.least + ((int)blockIdx.x < p.more);
+    /* Which one the warp is; below 0, a consumer. */
     const int producer = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0) - WARPS;
     start_dependents();
     if (threadIdx.x == 0) barrier_init(shared_address(&squared), CONSUMERS);
-    init_ring(producer, full, empty);
+    if (producer >= 0 && threadIdx.x % 32 == 0) init_ring(producer, full, empty);
     __syncthreads();
     if (producer >= 0) {
         begin_ring<M, F>(p, producer, ring, full, units * U);

@@ -12,7 +12,8 @@ namespace {
 enum {
     WARPS = 8,
     CONSUMERS = WARPS * 32,
-    /* Warps: all ask for the first stages, then one goes on and one finds the norm's factor. */
+    /* Warps: all ask for the first stages, then one goes on and one finds the norm's factor. With fewer than
+     * eleven warps a block SmolLM2 takes 5 % longer. */
     PRODUCERS = 4,
     NORMING = CONSUMERS + 32, /* who meet at SUMMED: consumers, and the warp with the factor */
     THREADS = CONSUMERS + 32 * PRODUCERS,
@@ -102,10 +103,8 @@ template <mode M> __device__ __forceinline__ unsigned row_of(const stream &p, in
 
 /* ---- the producers ---- */
 
-/* The ring's barriers, also those of places that it does not have. producer: which one the warp is; below 0, a
- * consumer. */
+/* The ring's barriers, also those of places that it does not have; by one thread of every producer. */
 __device__ __forceinline__ void init_ring(int producer, uint64_t *full, uint64_t *empty) {
-    if (producer < 0 || threadIdx.x % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < MAX_STAGES / PRODUCERS; i++) {
         barrier_init(shared_address(&full[producer + i * PRODUCERS]), 1);
@@ -143,7 +142,7 @@ __device__ __forceinline__ void ask(const stream &p, const copy &c, int count, i
 }
 
 /* As many stages as may be in flight; the producers take some rows of a stage each in turn. The sooner a ring
- * begins to fill the less memory rests while the kernel before it hands over: 1B 1 %, Gemma-3-1B 1 %. */
+ * begins to fill the less memory rests while the kernel before it hands over: 1B 1 %, Gemma-3-4B 0.5 to 1 %. */
 template <mode M, class F>
 __device__ __forceinline__ void begin_ring(const stream &p, int producer, const char *ring,
                                            uint64_t *full, int rows) {

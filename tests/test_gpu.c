@@ -102,8 +102,8 @@ static void operators_of_few_rows_at_every_width(void) {
             }
 }
 
-/* Few rows, around what each form of cuda_matmul_few.cu takes: their places in the cache go round its ring, and
- * their sums of squares come in as many parts as there are multiprocessors; those of qkv in the second layer. */
+/* Few rows, around what each form of cuda_matmul_few.cu takes: their places in the cache go round its ring,
+ * and their sums of squares come in as many parts as there are multiprocessors; qkv's in the second layer. */
 static void few_rows_around_a_ring(void) {
     static const int few[] = {2, 8, 9, 16, 17, 32, 33, 64};
     for (int i = quick; i < (int)(sizeof few / sizeof *few); i += 1 + quick)
